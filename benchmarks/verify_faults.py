@@ -135,7 +135,7 @@ FAULTS = (
     Fault(
         name="gradient norm counts replicas' shards twice",
         run="d2",
-        target=f"{NORMS}:model_sum",
+        target=f"{NORMS}:stage_sum",
         old="torch.stack(sums).sum(), *axes",
         new="torch.stack(sums).sum(), axes[0], mesh.dp",
         module="metric of grad norm",
@@ -145,7 +145,7 @@ FAULTS = (
     Fault(
         name="gradient norm of a shard alone",
         run="d2 distributed",
-        target=f"{NORMS}:model_sum",
+        target=f"{NORMS}:stage_sum",
         old="torch.stack(sums).sum(), *axes",
         new="torch.stack(sums).sum(), axes[0]",
         module="metric of grad norm",
@@ -154,7 +154,7 @@ FAULTS = (
     Fault(
         name="gradient norm without tensor-parallel ranks",
         run="t2",
-        target=f"{NORMS}:model_sum",
+        target=f"{NORMS}:stage_sum",
         old="torch.stack(sums).sum(), *axes",
         new="torch.stack(sums).sum(), axes[1]",
         module="metric of grad norm",

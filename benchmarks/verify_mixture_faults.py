@@ -94,7 +94,7 @@ MIXTURE_FAULTS = (
     Fault(
         name="auxiliary losses are means over this replica's sequences",
         run="e2",
-        target=f"{ENGINE}.next_global_batch",
+        target=f"{ENGINE}.with_loss_grads",
         old="self.mesh.dp.size * sum(",
         new="sum(",
         module=_OF_ROUTER,
@@ -105,7 +105,7 @@ MIXTURE_FAULTS = (
     Fault(
         name="auxiliary losses are means over a microbatch, without the accumulation",
         run="e2",
-        target=f"{ENGINE}.next_global_batch",
+        target=f"{ENGINE}.with_loss_grads",
         old="sum(batch.num_sequences for batch in microbatches)",
         new="microbatches[0].num_sequences",
         module=_OF_ROUTER,
@@ -137,7 +137,7 @@ MIXTURE_FAULTS = (
     Fault(
         name="auxiliary losses grow with the number of pipeline stages",
         run="p2 experts",
-        target=f"{ENGINE}.next_global_batch",
+        target=f"{ENGINE}.with_loss_grads",
         old="scale[0] / sequences",
         new="scale[0] * self.mesh.pp.size / sequences",
         module=_OF_ROUTER,
@@ -246,7 +246,7 @@ MIXTURE_FAULTS = (
     Fault(
         name="gradient norm counts the experts of one rank",
         run="e2",
-        target=f"{NORMS}:model_sum",
+        target=f"{NORMS}:stage_sum",
         old="*axes)",
         new="mesh.tp)",
         module="^metric of grad norm",

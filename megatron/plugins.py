@@ -42,6 +42,7 @@ from megatron.performance.cuda_graph import CudaGraph
 from megatron.performance.fp8 import use_fp8
 from megatron.performance.load import LoadWarning
 from megatron.performance.manual_gc import ManualGC
+from megatron.performance.post_validation import post_validate
 from megatron.performance.tp_overlap import TPCommOverlap
 from megatron.planner.config import DryRunConfig
 from megatron.planner.device_specs import peak_flops
@@ -68,7 +69,7 @@ from megatron.reports.run_size import RunSize
 from megatron.reports.throughput import Throughput
 from megatron.reports.timers import PhaseTimes
 from megatron.training.batch_size import BATCH_SCHEDULES
-from megatron.training.build import FIRST_OPTIMIZERS, MODEL_HOOKS, OPS_HOOKS
+from megatron.training.build import ENGINE_HOOKS, FIRST_OPTIMIZERS, MODEL_HOOKS, OPS_HOOKS
 from megatron.training.config import RunConfig
 from megatron.training.engine import STEP_RULES, TUNED_SCHEDULES
 from megatron.training.hooks import Evaluation, Saving
@@ -108,6 +109,7 @@ LAYER_SPLITS.update(
 BATCH_CHECKS[:] = [check_full_groups, check_schedule, check_depths]
 OPS_HOOKS[:] = [context_parallel_ops]
 MODEL_HOOKS[:] = [check_model_memory, use_fp8, offload_activations]
+ENGINE_HOOKS[:] = [post_validate]
 FIRST_OPTIMIZERS[:] = [Frozen, ExpertBias, LastLoad]
 RESUME_NOTES[:] = [resume_notes]
 START_CHECKS[:] = [check_gloo_on_gpu, check_same_everywhere, check_same_data]

@@ -228,6 +228,8 @@ def test_a_switch_inverts_its_default() -> None:
         "cuda_graph": "--attention-dropout 0",
         "tp_comm_overlap": "--tensor-model-parallel-size 2",
         "async_save": "--save folder",
+        "enable_optimizer_post_validation": "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h2 "
+        "--untie-embeddings-and-output-weights",
         "save_best": "--save folder",
         "manual_gc_eval": "--manual-gc",
         "multi_latent_attention": "--position-embedding-type rope",

@@ -121,8 +121,8 @@ def take_snapshot(
     config: CheckpointConfig, state: dict[str, Any], buffer: ParamBuffer, optimizer: Optimizer
 ) -> Snapshot:
     """Take a snapshot. Its tensors are views of the run's own memory, which the next step changes."""
-    buffer.gather.finish()
     optimizer.finish()
+    buffer.gather.finish()
     shards = zip(buffer.buckets, buffer.param_memory.shards, buffer.masters, strict=True)
     weights = [master if bucket.group.optimizer.counts else shard for bucket, shard, master in shards]
     groups = {"model": {"": weights}}

@@ -27,6 +27,7 @@ class ReplicaCheck(Hook):
     def after_step(self, trainer: Trainer) -> None:
         if trainer.is_due(trainer.config.plugin(FaultsConfig).check_weight_replicas_interval):
             with trainer.clock.paused():
+                trainer.engine.optimizer.finish()
                 check_replicas(trainer.engine.buffer)
 
     def before_save(self, trainer: Trainer) -> None:

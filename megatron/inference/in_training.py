@@ -63,6 +63,7 @@ class SampleTexts(Hook):
         if not trainer.is_due(self.interval):
             return
         with trainer.clock.paused(), trainer.engine.phases("sample"):
+            trainer.engine.optimizer.finish()
             trainer.engine.buffer.gather.finish()
             if trainer.mesh.dp_cp.rank == 0:
                 if trainer.mesh.is_first:

@@ -24,6 +24,13 @@ def model_sum(
         shards: fp32 tensors of the local shards, by bucket.
         measure: maps a flat tensor to a scalar.
     """
+    return all_reduce_sum(stage_sum(shards, buckets, mesh, measure), mesh.pp)
+
+
+def stage_sum(
+    shards: list[Tensor], buckets: list[Bucket], mesh: Mesh, measure: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Sum a measure over the elements of this pipeline stage, as `model_sum` does."""
     total = torch.zeros((), device=mesh.device).double()
     found: dict[tuple[Axis, Axis], list[Tensor]] = {}
     for bucket, shard in zip(buckets, shards, strict=True):
@@ -34,12 +41,17 @@ def model_sum(
         ]
     # Every rank of a stage has the same axes, but some stages may have no experts.
     stage = [all_reduce_sum(torch.stack(sums).sum(), *axes) for axes, sums in found.items()]
-    return all_reduce_sum(torch.stack(stage).sum(), mesh.pp)
+    return torch.stack(stage).sum()
 
 
 def model_norm(shards: list[Tensor], buckets: list[Bucket], mesh: Mesh) -> Tensor:
     """L2 norm over the whole model, an fp32 scalar; arguments as in `model_sum`."""
-    return model_sum(shards, buckets, mesh, lambda x: flat_norm(x).square()).sqrt().float()
+    return model_sum(shards, buckets, mesh, flat_square).sqrt().float()
+
+
+def flat_square(flat: Tensor) -> Tensor:
+    """Sum of the squares of a flat fp32 tensor, an fp64 scalar."""
+    return flat_norm(flat).square()
 
 
 def flat_norm(flat: Tensor) -> Tensor:

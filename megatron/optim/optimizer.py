@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -73,10 +73,12 @@ class Optimizer:
             bucket's optimizer keeps no such thing.
         rules: plug-ins that take part in each step.
         step_skipper: decides which steps are skipped.
+        on_finish: called first by `finish`, to end a step that a plug-in has not ended.
     """
 
     def __init__(self, buffer: ParamBuffer, config: OptimizerConfig, rules: Sequence[StepRule] = ()) -> None:
         self.buffer, self.rules = buffer, rules
+        self.on_finish: list[Callable[[], object]] = []
         self.max_norm = config.clip_grad or math.inf
         self.count_zeros = config.log_num_zeros_in_grad
         device = buffer.params.device
@@ -113,7 +115,12 @@ class Optimizer:
         return scale
 
     def finish(self) -> None:
-        """Make the host wait until master weights and state in its memory have the values of the last step."""
+        """End the last step: master weights and state get its values, and the host waits for those in its memory.
+
+        Every rank must call it before it reads these, parameters, or the statistics of a step.
+        """
+        for end_step in self.on_finish:
+            end_step()
         for group in self.groups:
             group.optimizer.finish()
 
@@ -129,19 +136,48 @@ class Optimizer:
             was updated; with `--log-num-zeros-in-grad` also "num zeros", the number of gradient elements that are
             zero; and those of rules.
         """
-        buffer, loss_scale = self.buffer, self.loss_scale
-        for group, shards in self.groups.items():
-            group.optimizer.prepare(shards)
-        grad_norm = model_norm(self.grads, buffer.buckets, buffer.mesh) / loss_scale
-        decision = self.step_skipper.decide(grad_norm, losses)
-        skipped = decision.skipped
-        stats = {"grad norm": grad_norm, "skipped": skipped, **decision.stats}
+        buffer = self.buffer
+        self.prepare()
+        grad_scale, stats = self.decide(model_norm(self.grads, buffer.buckets, buffer.mesh), losses)
         if self.count_zeros:
             nonzero = model_sum(self.grads, buffer.buckets, buffer.mesh, torch.count_nonzero)
             stats["num zeros"] = (buffer.num_elements - nonzero).float()
-        grad_scale = None
-        if self.max_norm < math.inf or isinstance(loss_scale, Tensor):
-            grad_scale = loss_scale * ((grad_norm + 1e-6) / self.max_norm).clamp(min=1.0)
+        self.update(lr=lr, weight_decay=weight_decay, grad_scale=grad_scale, skipped=stats["skipped"])
+        buffer.grads.zero_()
+        return stats
+
+    def prepare(self) -> None:
+        """Change gradients before their norm is taken."""
+        for group, shards in self.groups.items():
+            group.optimizer.prepare(shards)
+
+    def decide(self, scaled_norm: Tensor, losses: Tensor | None) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Decide how to step, once for each step.
+
+        Args:
+            scaled_norm: norm of the gradients, times the loss scale.
+            losses: as for `step`.
+
+        Returns:
+            The divisor of the gradients, None for 1, and the statistics of the step.
+        """
+        grad_norm = scaled_norm / self.loss_scale
+        grad_scale = self.grad_scale(grad_norm)  # before a rule changes the loss scale
+        decision = self.step_skipper.decide(grad_norm, losses)
+        return grad_scale, {"grad norm": grad_norm, "skipped": decision.skipped, **decision.stats}
+
+    def grad_scale(self, grad_norm: Tensor) -> Tensor | None:
+        """The divisor of gradients whose norm without the loss scale is `grad_norm`; None for 1."""
+        if self.max_norm < math.inf or isinstance(self.loss_scale, Tensor):
+            return self.loss_scale * ((grad_norm + 1e-6) / self.max_norm).clamp(min=1.0)
+        return None
+
+    def update(self, *, lr: float, weight_decay: float, grad_scale: Tensor | None, skipped: Tensor) -> None:
+        """Update master weights, state and parameters, unless `skipped`, a scalar, is 1.
+
+        Args:
+            grad_scale: divisor of the gradients; None for 1.
+        """
         for group, shards in self.groups.items():
             inputs = StepInputs(
                 lr=lr,
@@ -152,6 +188,4 @@ class Optimizer:
             )
             group.optimizer.step(shards, inputs)
         self.step_count += 1 - skipped
-        buffer.sync_params()
-        buffer.grads.zero_()
-        return stats
+        self.buffer.sync_params()

@@ -26,6 +26,7 @@ from megatron.parallel.schedules import (
     Forward,
     Receive,
     Send,
+    Validate,
 )
 from megatron.parallel.transfers import MAX_PENDING_RECVS, Transfers
 
@@ -110,15 +111,30 @@ class PipelineStage(abc.ABC):
 
 
 def run_schedule(
-    stage: PipelineStage, actions: list[Action], transfers: Transfers, phases: Phases = UNOBSERVED
-) -> None:
+    stage: PipelineStage,
+    actions: list[Action],
+    transfers: Transfers,
+    phases: Phases = UNOBSERVED,
+    validate: Callable[[], bool] = lambda: True,
+) -> bool:
     """Run a stage's `actions`; `phases` mark passes and transfers.
 
     The last sends may still be under way at return; `transfers.finish` waits for them.
+
+    Args:
+        validate: called at each `Validate`. If it returns False, here and on all other stages, the remaining actions
+            are left out, and no transfer is under way at return.
+
+    Returns:
+        False if actions were left out.
     """
     executor = _Executor(stage, actions, transfers, phases)
     for action in actions:
         executor.execute(action)
+        if isinstance(action, Validate) and not validate():
+            executor.end_transfers()
+            return False
+    return True
 
 
 class _Executor:
@@ -127,9 +143,10 @@ class _Executor:
     ) -> None:
         self.stage, self.transfers, self.phases = stage, transfers, phases
         self.last = {a.chunk: a for a in actions if isinstance(a, Backward | BackwardWeight)}
-        self.chunks = 1 + max(action.chunk for action in actions)
+        self.chunks = 1 + max(action.chunk for action in actions if not isinstance(action, Validate))
         self.sent = {_key(action) for action in actions if isinstance(action, Send)}
-        self.transfers_left = deque(action for action in actions if isinstance(action, Send | Receive))
+        # No receive is posted ahead of a `Validate` that it follows.
+        self.transfers_left = deque(a for a in actions if isinstance(a, Send | Receive | Validate))
         self.outgoing: dict[TransferKey, Tensor] = {}
         self.incoming: dict[TransferKey, Callable[[], Tensor]] = {}
 
@@ -160,7 +177,15 @@ class _Executor:
                 assert self.transfers_left.popleft() == action
                 with self.phases("forward-send" if action.forward else "backward-send"):
                     self.transfers.send(self.outgoing.pop(_key(action)), action.peer)
+            case Validate():
+                assert self.transfers_left.popleft() == action
         self.transfers.heartbeat.steps += 1
+
+    def end_transfers(self) -> None:
+        """Wait for the transfers that have started."""
+        for wait in self.incoming.values():
+            wait()
+        self.transfers.finish()
 
     def _keep(self, key: TransferKey, x: Tensor | None) -> None:
         """Keep the result of a pass until it is sent, or until this rank's next chunk takes it."""
@@ -181,6 +206,7 @@ class _Executor:
 
     def _post_receive(self) -> None:
         action = self.transfers_left.popleft()
+        assert isinstance(action, Receive)
         shape = self.stage.recv_shape(action.microbatch)
         self.incoming[_key(action)] = self.transfers.receive(shape, self.stage.hidden_dtype, action.peer)
 

@@ -70,8 +70,13 @@ class Receive:
     forward: bool
 
 
+@dataclass(frozen=True)
+class Validate:
+    """Validate the optimizer's last step (`performance/post_validation.py`)."""
+
+
 Compute = Forward | Backward | BackwardInput | BackwardWeight
-Action = Compute | Send | Receive
+Action = Compute | Send | Receive | Validate
 
 
 def forward_only(stages: int, chunks: int, microbatches: int) -> list[list[Compute]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.errors import InputError
 from megatron.flags import flag
+from megatron.parallel.schedules import SPLIT
 from megatron.reports.config import TimingConfig
 from megatron.training.config import PluginConfig, RunConfig
 
@@ -32,6 +33,11 @@ class PerformanceConfig(PluginConfig):
         "with tensor parallelism: divide the products of layers along the sequence, so that the communication of one "
         "piece overlaps with the product of the next, in forward",
     )
+    enable_optimizer_post_validation: bool = flag(
+        False,
+        "with a pipeline: update the weights before the gradient norm of all stages is known, and validate that after "
+        "the first forward passes of the next step; an update that needed clipping is undone. For zb-h2 and zb-v",
+    )
     async_save: bool = flag(
         False,
         "write checkpoints in the background, from a copy in host memory; the next save and the end of the run wait "
@@ -55,6 +61,8 @@ class PerformanceConfig(PluginConfig):
     def check(self, run: RunConfig) -> None:
         if self.cuda_graph:
             _check_cuda_graph(run)
+        if self.enable_optimizer_post_validation:
+            _check_post_validation(run)
         if self.tp_comm_overlap and run.parallel.tensor_model_parallel_size == 1:
             raise InputError("--tp-comm-overlap needs --tensor-model-parallel-size above 1")
         if self.tp_comm_overlap and run.plugin(Fp8Config).fp8_format is not None:
@@ -100,6 +108,44 @@ def _check_cuda_graph(run: RunConfig) -> None:
     for is_so, why in faults:
         if is_so:
             raise InputError(f"--cuda-graph{why}")
+
+
+def _check_post_validation(run: RunConfig) -> None:
+    """Check that passes of a run with --enable-optimizer-post-validation can be repeated, and that it may gain."""
+    parallel, model = run.parallel, run.model
+    tied = not model.untie_embeddings_and_output_weights or model.mtp_num_layers > 0
+    faults = (
+        (parallel.pipeline_model_parallel_size == 1, " needs --pipeline-model-parallel-size above 1"),
+        (
+            parallel.pipeline_schedule not in SPLIT,
+            f" gains nothing with --pipeline-schedule {parallel.pipeline_schedule}, whose first stage ends last; use "
+            "zb-h2 or zb-v",
+        ),
+        (
+            tied and not parallel.v_shaped,
+            ": the first stage waits for the last one's gradient of the embedding table; use "
+            "--untie-embeddings-and-output-weights without --mtp-num-layers, or --pipeline-schedule zb-v",
+        ),
+        (
+            model.num_experts is not None,
+            ": with --num-experts a forward pass adds to the reported loads, which is not undone; leave one out",
+        ),
+        (
+            run.optimizer.cpu_offload_optimizer,
+            " keeps a copy of the optimizer's state on the device, and --cpu-offload-optimizer none; leave one out",
+        ),
+        (
+            run.plugin(OffloadConfig).cpu_offload_activations,
+            " repeats forward passes, whose activations --cpu-offload-activations has copied already; leave one out",
+        ),
+        (
+            run.optimizer.log_num_zeros_in_grad,
+            " does not go with --log-num-zeros-in-grad, a sum over all stages before the update; leave one out",
+        ),
+    )
+    for is_so, why in faults:
+        if is_so:
+            raise InputError(f"--enable-optimizer-post-validation{why}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -33,6 +33,7 @@ from megatron.parallel.transfers import MAX_PENDING_SENDS
 from megatron.performance.activation_offload import offload_activations
 from megatron.performance.config import Fp8Config
 from megatron.performance.fp8 import make_products, set_products
+from megatron.performance.post_validation import make_backup
 from megatron.planner.config import DryRunConfig
 from megatron.planner.count_step import PhaseRecorder, count_step
 from megatron.planner.counting import Counter
@@ -227,9 +228,12 @@ class DryRun:
                     set_products(self.config, model, products)
                 offload_activations(self.config, model, mesh.device)
                 engine = Engine(self.config, self.task, mesh, model, phases)
-                return count_step(
+                backup = make_backup(engine)
+                cost = count_step(
                     engine, phases, self.batches(), simulated=self.simulated, microbatches=self.microbatches
                 )
+                del backup  # counted by its memory
+                return cost
 
     def choose_ops(self, counter: Counter, mesh: Mesh) -> Ops:
         """Choose the operations of a run on the device; those that would be compiled count as fused.

@@ -6,7 +6,7 @@ import dataclasses
 
 from megatron.errors import InputError
 from megatron.parallel.stages import split_layers
-from megatron.performance.config import Fp8Config
+from megatron.performance.config import Fp8Config, PerformanceConfig
 from megatron.planner.division import even_sizes
 from megatron.planner.dry_run import vocabulary
 from megatron.planner.layout import Job, Layout
@@ -32,6 +32,8 @@ def given_run(config: RunConfig, devices: int) -> tuple[Job, Layout]:
     sharding = parallel.data_parallel_sharding_strategy
     if parallel.recompute_method == "block":
         raise InputError("--recompute-method: block is not planned; a dry run counts it")
+    if config.plugin(PerformanceConfig).enable_optimizer_post_validation:
+        raise InputError("--enable-optimizer-post-validation is not planned; a dry run counts its memory")
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     context = parallel.context_parallel_size
     data = devices // (tensor * pipeline * context)

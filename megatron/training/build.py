@@ -34,6 +34,8 @@ MODEL_HOOKS: list[Callable[[RunConfig, StageModel, torch.device], None]] = []
 FIRST_OPTIMIZERS: list[Callable[[RunConfig], OptimizerSpec]] = []
 
 
+# Change an engine that is built. Filled by `megatron.plugins`.
+ENGINE_HOOKS: list[Callable[[Engine], None]] = []
 # Change the operations of a run for its mesh. Filled by `megatron.plugins`.
 OPS_HOOKS: list[Callable[[RunConfig, Mesh, Ops], Ops]] = []
 
@@ -50,7 +52,10 @@ def build_engine(
     model = build_model(config, task, mesh, ops, vocab_size=vocab_size, padded_vocab_size=padded_vocab_size)
     for hook in MODEL_HOOKS:
         hook(config, model, mesh.device)
-    return Engine(config, task, mesh, model, Phases())
+    engine = Engine(config, task, mesh, model, Phases())
+    for extend in ENGINE_HOOKS:
+        extend(engine)
+    return engine
 
 
 def choose_run_ops(config: RunConfig, mesh: Mesh, padded_vocab_size: int) -> Ops:

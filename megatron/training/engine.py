@@ -70,6 +70,7 @@ class Engine:
         samples: number that this replica has trained on, by sequence length and positions that are projected to the
             vocabulary. A plug-in that measures throughput clears it.
         run_passes: runs forward and backward of a global batch, by the pipeline schedule unless a plug-in replaces it.
+        run_optimizer: `Optimizer.step`, unless a plug-in replaces it.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Engine:
         )
         rules = [rule for make in STEP_RULES if (rule := make(config, mesh)) is not None]
         self.optimizer = Optimizer(self.buffer, config.optimizer, rules)
+        self.run_optimizer: Callable[..., dict[str, Tensor]] = self.optimizer.step
         # With sequence parallelism each tensor-parallel rank has its own part of what is sent already.
         scatter_gather = parallel.scatter_gather_tensors_in_pipeline and not parallel.sequence_parallel
         self.transfers = Transfers(mesh, scatter_gather=scatter_gather)
@@ -119,7 +121,7 @@ class Engine:
         losses = self.forward_backward(batch)
         self.reduce_gradients()
         with self.phases("optimizer"):
-            stats = self.optimizer.step(losses * self.loss_weights, lr=lr, weight_decay=weight_decay)
+            stats = self.run_optimizer(losses * self.loss_weights, lr=lr, weight_decay=weight_decay)
         return losses, stats
 
     def next_global_batch(
@@ -134,10 +136,7 @@ class Engine:
         denominators = torch.stack([self.task.loss_denominators(batch) for batch in microbatches]).sum(0)
         # A loss without a single position is 0, not 0/0.
         denominators = all_reduce_sum(denominators, self.mesh.dp_cp).clamp(min=1)
-        scale = self.optimizer.loss_scale * self.loss_weights
-        sequences = self.mesh.dp.size * sum(batch.num_sequences for batch in microbatches)
-        grads = {"loss_grad": scale / denominators, "sequence_grad": scale[0] / sequences}
-        microbatches = [dataclasses.replace(batch, **grads) for batch in microbatches]
+        microbatches = self.with_loss_grads(microbatches, denominators)
         seed, size = self.config.training.seed, self.config.training.micro_batch_size
         first = [(i * self.mesh.dp.size + self.mesh.dp.rank) * size for i in range(num_microbatches)]
         documents = microbatches[0].document_ids is not None
@@ -145,6 +144,13 @@ class Engine:
         if self.ops.device_keys is not None:
             keys = self.ops.device_keys(keys, self.config.model.num_all_layers, self.mesh.device)
         return GlobalBatch(microbatches, denominators, keys)
+
+    def with_loss_grads(self, microbatches: list[Batch], denominators: Tensor) -> list[Batch]:
+        """Give microbatches the gradients of their losses, which depend on the loss scale."""
+        scale = self.optimizer.loss_scale * self.loss_weights
+        sequences = self.mesh.dp.size * sum(batch.num_sequences for batch in microbatches)
+        grads = {"loss_grad": scale / denominators, "sequence_grad": scale[0] / sequences}
+        return [dataclasses.replace(batch, **grads) for batch in microbatches]
 
     def forward_backward(self, batch: GlobalBatch, *, eager: bool = False) -> Tensor:
         """Add the gradients of this replica's microbatches to the buffer, times the optimizer's loss scale.
@@ -165,7 +171,13 @@ class Engine:
         return loss.total
 
     def _run_pipeline(self, batch: GlobalBatch, loss: MeanLoss, *, overlap: bool = True) -> None:
-        stage = TrainStage(
+        actions = self._actions(self.schedule, len(batch.microbatches))
+        run_schedule(self.train_stage(batch, loss, overlap=overlap), actions, self.transfers, self.phases)
+        self.transfers.finish()
+
+    def train_stage(self, batch: GlobalBatch, loss: MeanLoss, *, overlap: bool) -> TrainStage:
+        """This process's pipeline stage for a global batch, which adds to `loss`."""
+        return TrainStage(
             self.model,
             batch.microbatches,
             self.task.forward,
@@ -174,9 +186,6 @@ class Engine:
             buffer=self.buffer,
             overlap=overlap,
         )
-        actions = self._actions(self.schedule, len(batch.microbatches))
-        run_schedule(stage, actions, self.transfers, self.phases)
-        self.transfers.finish()
 
     def reduce_gradients(self) -> None:
         """Sum the gradients over the replicas, as far as backward has not done so already."""
@@ -185,9 +194,12 @@ class Engine:
 
     def _make_actions(self, schedule: Schedule, microbatches: int) -> list[Action]:
         """Actions of this process's stage."""
-        ranks = self.mesh.pp.size
-        lists = schedule(ranks, len(self.chunks), microbatches)
-        return with_transfers(lists, ranks, self.config.parallel.v_shaped)[self.mesh.pp.rank]
+        return self.all_actions(schedule, microbatches)[self.mesh.pp.rank]
+
+    def all_actions(self, schedule: Schedule, microbatches: int) -> list[list[Action]]:
+        """Actions of all stages."""
+        lists = schedule(self.mesh.pp.size, len(self.chunks), microbatches)
+        return with_transfers(lists, self.mesh.pp.size, self.config.parallel.v_shaped)
 
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
         """Mean of the task's metric, by default its losses, over all samples of all replicas' `batches`."""
@@ -198,6 +210,7 @@ class Engine:
     @torch.no_grad()
     def measure(self, batches: Iterable[Batch], metric: EvalMetric[Any]) -> tuple[list[float], list[float]]:
         """Sums and denominators of a metric over all replicas' `batches`, which may differ in number and size."""
+        self.optimizer.finish()
         totals = torch.zeros(2, len(metric.names), dtype=torch.float64, device=self.mesh.device)
         ranks, batches = self.mesh.pp.size, iter(batches)
         at_once = 1 if ranks == 1 else EVAL_MICROBATCHES_PER_STAGE * ranks

@@ -91,6 +91,7 @@ class Trainer:
                 self.elapsed = stop.elapsed
                 for hook in self.hooks:
                     hook.after_step(self)
+        self.engine.optimizer.finish()
         if self.is_done:
             self.stop_reason = None
 
@@ -126,6 +127,7 @@ class Trainer:
 
     def collect(self) -> None:
         """Fetch the values of the iterations since the last call. Waits for the device; every process must call it."""
+        self.engine.optimizer.finish()
         rows = self.state.history.collect(self.mesh)
         for hook in self.hooks:
             hook.after_collect(self, rows)

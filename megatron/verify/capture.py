@@ -214,12 +214,12 @@ class RunCapture:
     def end_step(self) -> None:
         """Add the metrics of the step that has just ended, its update and the new state."""
         step, buffer = self.trainer.state.iteration, self.engine.buffer
+        self.engine.optimizer.finish()
         _, losses, stats = self.trainer.state.history.pending[-1]
         for name, value in zip(self.engine.task.loss_names, losses, strict=True):
             self.add_value("metric", name, value, step=step, sum_over=(*self.replicas, "pp"))
         for name, value in stats.items():
             self.add_value("metric", name, value, step=step)
-        self.engine.optimizer.finish()
         changes = [after - before for after, before in zip(buffer.masters, self.before, strict=True)]
         for param, part, begin in buffer.parts(changes):
             self._add_parameter("update", param, part, begin, step=step)
@@ -229,8 +229,8 @@ class RunCapture:
     def add_state(self) -> None:
         """Add master weights, optimizer state and parameters after the last step."""
         step, buffer = self.trainer.state.iteration, self.engine.buffer
-        buffer.gather.finish()
         self.engine.optimizer.finish()
+        buffer.gather.finish()
         for param, part, begin in () if buffer.is_fp32 else buffer.parts(buffer.masters):
             self._add_parameter("weight", param, part, begin, step=step)
         for state, shards in self.engine.optimizer.state.items():
