@@ -51,6 +51,9 @@ class BenchmarkConfig(Config):
         ("bf16", "fp32"), "precisions to measure", choices=tuple(DTYPES), nargs="+"
     )
     trainer: bool = flag(True, "on a CPU, compare with transformers' Trainer")
+    sides: tuple[str, ...] = flag(
+        (), "implementations to measure, by their names in the results (default: all)", nargs="+"
+    )
     rounds: int = flag(7, "measured steps per implementation", low=1)
     output: str = flag(
         str(ROOT / "benchmarks/results/train.json"), "file to write the results to", metavar="FILE"
@@ -110,6 +113,9 @@ def compare(
         sides["transformers' Trainer"] = (hf_trainer, ())
     sides["transformers, compiled"] = (baseline, ("transformers", None, True))
     sides["largest products"] = (matmul_rate, ())
+    if unknown := set(config.sides) - set(sides):
+        raise InputError(f"--sides: {min(unknown)!r} is not one of {', '.join(map(repr, sides))}")
+    sides = {side: sides[side] for side in config.sides or sides}
     rounds: list[dict[str, Any]] = [{} for _ in range(config.rounds + WARM_UP_ROUNDS)]
     for group in [[side] for side in sides] if config.device == "cuda" else [list(sides)]:
         workers = {
