@@ -2,7 +2,8 @@
 
 One single-threaded process per core, at least two, measure at the same time, because cores share memory bandwidth. The
 efficiencies of matrix products and attention and the launch overhead are fitted to the times of three small models.
-gloo's collectives are measured one by one: its all-gathers and reduce-scatters take as long as its all-reduces.
+gloo's collectives are measured one by one: its all-gathers and reduce-scatters take as long as its all-reduces. So is
+ring attention, whose kernels are others than those of one process.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from megatron.optim.config import OptimizerConfig
 from megatron.optim.optimizer import Optimizer
 from megatron.parallel.collectives import all_gather, all_reduce_sum, start_all_to_all, start_reduce_scatter
 from megatron.parallel.mesh import Axis
+from megatron.planner.calibrate_context import ring_attention, with_ring
 from megatron.planner.calibrate_model import VOCAB_SIZE, build_model, checked, make_job, microbatch
 from megatron.planner.cluster import Cluster, Device, Efficiency, Link
 from megatron.planner.description import describe
@@ -124,7 +126,9 @@ def fit_cluster(seconds: dict[str, float], processes: int, dtype: torch.dtype = 
     device = Device("cpu", precision, 2 * SIDE**3 / seconds["square"], 1, memory, copy)
     unused = Link(1.0, 0.0)
     cluster = _fit(Cluster(device, processes, processes, unused, unused, efficiency), seconds)
-    return cluster if processes == 1 else _with_communication(cluster, seconds)
+    if processes == 1:
+        return cluster
+    return with_ring(_with_communication(cluster, seconds), seconds["ring"])
 
 
 def _with_communication(cluster: Cluster, seconds: dict[str, float]) -> Cluster:
@@ -265,7 +269,10 @@ def _models(ops: Ops, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
 def _communication(
     ops: Ops, dtype: torch.dtype, rank: int, processes: int
 ) -> dict[str, Callable[[], object]]:
-    """Each of `COLLECTIVES` after a matrix product, so that waiting for slower processes counts, and that product."""
+    """Each of `COLLECTIVES` after a matrix product, so that waiting for slower processes counts, and that product.
+
+    Also ring attention of all processes.
+    """
     x, weight = torch.randn(TOKENS, HIDDEN, dtype=dtype), torch.randn(4 * HIDDEN, HIDDEN, dtype=dtype)
     axis = Axis(rank, processes)
 
@@ -274,7 +281,10 @@ def _communication(
         if communicate is not None:
             communicate()
 
-    runs: dict[str, Callable[[], object]] = {"before": functools.partial(run, None)}
+    runs: dict[str, Callable[[], object]] = {
+        "before": functools.partial(run, None),
+        "ring": ring_attention(ops, dtype, axis),
+    }
     for size in MESSAGES:
         rows = torch.zeros(processes, size // dtype.itemsize // processes, dtype=dtype)
         for name in COLLECTIVES:

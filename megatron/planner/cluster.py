@@ -62,6 +62,7 @@ class Efficiency:
         network: share of the bandwidth between nodes that they reach.
         launch: seconds of overhead of any operation.
         attention_backward: speed of fused attention in backward over that in forward.
+        context: speed of attention to the keys of other ranks (ring attention, gathered keys) over that of others.
         fp8: share of the FP8 peak that a large matrix product reaches, over `matmul`.
         expert: speed of the grouped products of experts over that of others.
         accumulate: speed of accumulating gradients over that of other passes over all parameters.
@@ -79,6 +80,7 @@ class Efficiency:
     network: float
     launch: float
     attention_backward: float = 1.0
+    context: float = 1.0
     fp8: float = 1.0
     expert: float = 1.0
     accumulate: float = 1.0

@@ -36,7 +36,7 @@ UNITS: dict[str, dict[str, float]] = {
 SHARES = ("matmul", "memory", "stream", "link", "attention", "network")  # fields of `Efficiency`
 # And those that compare two speeds, or may be above 1.
 RATIOS = (
-    *("attention_backward", "fp8", "expert", "accumulate"),
+    *("attention_backward", "context", "fp8", "expert", "accumulate"),
     *("all_gather", "reduce_scatter", "all_to_all", "send", "beside"),
 )
 EXAMPLES = {"memory": "80 GB", "speed": "600 GB/s", "arithmetic": "312 TFLOP/s", "time": "5 us"}

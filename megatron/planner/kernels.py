@@ -18,6 +18,11 @@ from megatron.planner.routing import Routing, busiest
 ATTENTION_BLOCK = 128
 # Accesses (forward, backward). Embedding: two tables are read, added and dropped out; backward adds to two.
 EMBEDDING = (6, 9)
+# Rows that each expert has a multiple of on a CPU in bf16, and multiples of an expert from which on they are padded, as
+# in megatron/ops/cpu/linear.py and megatron/model/moe/experts.py.
+EXPERT_ROWS, MIN_MULTIPLES = 16, 4
+# Heads exchanged for positions: rows by their rank, joined, and the positions of the sequence in order, each a copy.
+HEAD_EXCHANGE = (6, 6)
 # Accesses of a score for scores, choice and losses; it is fp32, and these are in elements of bf16.
 SCORES = (2 * 12, 2 * 8)
 
@@ -48,6 +53,8 @@ class Kernels(Operations):
             pairs = attended_pairs(model, s, causal=True)
             scores *= sum(pairs) / (len(pairs) * s * (s + 1) / 2)
             forward = 2 * heads * scores * (d + width) / (device.peak * efficiency.attention)
+            if ranks > 1 and self.layout.context_exchange != "a2a":  # which has whole sequences
+                forward /= efficiency.context
             backward = 2.5 * forward / efficiency.attention_backward
             return ForwardBackward(
                 Cost(matmul=forward + efficiency.launch), Cost(matmul=backward + efficiency.launch)
@@ -79,7 +86,8 @@ class Kernels(Operations):
                 self.tokens * heads * width * element for width in (model.kv_channels, model.value_channels)
             )
             seconds = cluster.all_to_all(queries + size, group) + cluster.all_to_all(outputs, group)
-            return ForwardBackward(Cost(context_parallel=seconds), Cost(context_parallel=seconds))
+            exchange = ForwardBackward(Cost(context_parallel=seconds), Cost(context_parallel=seconds))
+            return exchange + self.elementwise((queries + size + outputs) / element, HEAD_EXCHANGE)
         if layout.context_exchange == "all_gather":
             whole = layout.context * size
             gather = cluster.all_gather(whole, group)
@@ -163,7 +171,7 @@ class Kernels(Operations):
         ffn, local = model.moe_ffn_hidden_size / layout.expert_tensor, model.num_experts / layout.expert
         fc1, rows = ffn * (2 if model.gated else 1), tokens * model.moe_router_topk * layout.expert_tensor
         rows *= self.busiest
-        experts = self.experts(rows / local, fc1, ffn, local)
+        experts = self.experts(rows / local + self.padding_rows(rows), fc1, ffn, local)
         other_ranks = layout.expert * layout.expert_tensor > 1
         return (
             self.linear(tokens, h, model.num_experts).whole
@@ -176,6 +184,13 @@ class Kernels(Operations):
             + self.expert_parallel(rows)
             + self.tensor_parallel(plain=(1, 1), sequence_parallel=(0, 0))
         )
+
+    def padding_rows(self, rows: float) -> float:
+        """Mean rows of zeros of each expert of a rank with so many rows: on a CPU in bf16 they fill multiples."""
+        model, device = self.job.model, self.cluster.device
+        local = (model.num_experts or 0) / self.layout.expert
+        pads = device.name == "cpu" and device.element == 2 and rows >= MIN_MULTIPLES * EXPERT_ROWS * local
+        return (EXPERT_ROWS - 1) / 2 if pads else 0.0
 
     @property
     def busiest(self) -> float:
@@ -199,9 +214,13 @@ class Kernels(Operations):
         return products * (times / self.cluster.efficiency.expert)
 
     def expert_parallel(self, rows: float) -> ForwardBackward:
-        """Communication of rows to their experts and back; backward returns the gradients."""
+        """Communication of rows to their experts and back; backward returns the gradients.
+
+        All-to-alls also bring the numbers of rows and, in fp32, the router's weights.
+        """
         model, layout, cluster = self.job.model, self.layout, self.cluster
         group, width = layout.expert_group(cluster), model.hidden_size * cluster.device.element
+        ahead = back = 0.0
         if model.moe_token_dispatcher_type == "allgather":
             seconds = cluster.all_gather(self.tokens / layout.tensor * group.size * width, group)
         else:
@@ -210,8 +229,13 @@ class Kernels(Operations):
                 seconds = cluster.dispatch(copies, Routing.of(model), group) * self.busiest
             else:
                 seconds = cluster.all_to_all(rows * width, group)
-        seconds *= 1 - self.program.expert_overlap
-        return ForwardBackward(Cost(expert_parallel=2 * seconds), Cost(expert_parallel=2 * seconds))
+                back = cluster.all_to_all(rows * 4, group)
+                ahead = back + cluster.all_to_all(8 * (model.num_experts or 0) * layout.expert_tensor, group)
+        exposed = 1 - self.program.expert_overlap
+        return ForwardBackward(
+            Cost(expert_parallel=exposed * (2 * seconds + ahead)),
+            Cost(expert_parallel=exposed * (2 * seconds + back)),
+        )
 
     @property
     def projections(self) -> ForwardBackward:

@@ -93,8 +93,8 @@ _H100 = _fit(
     matmul=0.727,
     memory=0.704,
     link=0.7,
-    fp8=1.013,
-    expert=0.886,
+    fp8=1.012,
+    expert=0.887,
 )
 _B200 = _fit(BLACKWELL, ("36", "25"), errors=(0.08, 0.18), matmul=0.63, link=0.751)
 _B300 = _fit(BLACKWELL, ("121", "194", "39", "24"), errors=(0.05, 0.09), matmul=0.814, link=0.973)
@@ -106,7 +106,7 @@ _FLASH_2 = dataclasses.replace(START, attention=0.35)
 # Links: RCCL's all-reduce over 8 GPUs reaches about 304 of 448 GB/s. Attention: FlashAttention 2's share on an H100.
 _MI300X = Constants(
     dataclasses.replace(
-        _FLASH_2, matmul=0.474, memory=0.63, stream=0.63, link=0.68, network=0.7, fp8=0.8, expert=0.886
+        _FLASH_2, matmul=0.474, memory=0.63, stream=0.63, link=0.68, network=0.7, fp8=0.8, expert=0.887
     ),
     fitted=(),
     errors=(0.25, 0.4),

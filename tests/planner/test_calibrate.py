@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron.planner.calibrate import COLLECTIVES, COPIED, HIDDEN, JOBS, MESSAGES, SIDE, TOKENS, fit_cluster
+from megatron.planner.calibrate_context import ring_seconds
 from megatron.planner.cluster import Cluster, Device, Efficiency, Link
 from megatron.planner.layout import Layout
 from megatron.planner.parameters import stage_parameters
@@ -42,6 +43,7 @@ def measured(machine: Cluster) -> dict[str, float]:
     for name, size in itertools.product(COLLECTIVES, MESSAGES):
         group = machine.group(2 if name == "send" else machine.devices, 1)
         found[f"{name} {size}"] = 1e-3 + getattr(machine, name)(size, group)
+    found["ring"] = ring_seconds(machine)
     return found
 
 
@@ -69,7 +71,7 @@ def test_the_fit_recovers_the_constants_of_a_machine(
 ) -> None:
     """As gloo is: all-gathers and reduce-scatters take about as long as all-reduces."""
     of_gloo = {"all_gather": 0.6, "reduce_scatter": 0.5, "all_to_all": 0.7, "send": 1.5, "beside": 1.0}
-    efficiency = dataclasses.replace(efficiency, accumulate=0.5, **of_gloo)
+    efficiency = dataclasses.replace(efficiency, accumulate=0.5, context=0.4, **of_gloo)
     link = Link(2e9, 3e-5)
     device = Device("cpu", precision, peak=1e11, sms=1, memory=8e9, bandwidth=2e10)
     machine = Cluster(device, processes, processes, link, link, efficiency)

@@ -13,8 +13,11 @@ from planner.test_memory import ONE_DEVICE
 from published import cluster
 
 from megatron.commands.plan_inputs import PlanConfig, make_job
+from megatron.model.moe import experts
+from megatron.ops.cpu import linear
 from megatron.parallel.mesh import axis_sizes
 from megatron.parallel.recompute import NO_RECOMPUTE
+from megatron.planner import kernels
 from megatron.planner.dry_run import DryRun
 from megatron.planner.explain import other_choices
 from megatron.planner.kernels import Kernels
@@ -207,7 +210,7 @@ def test_latent_attention_may_keep_its_latents_alone() -> None:
 
 
 def test_communication_is_that_of_a_dry_run() -> None:
-    """Rows go to their experts and back in both passes; the planner omits their weights and numbers."""
+    """Rows go to their experts and back in both passes, with their weights and numbers."""
     job, layout = job_of("mixtral"), LAYOUTS["T2 E2T2"]
     config = config_of(f"{GATED} {SHAPES['mixtral']} {' '.join(layout.flags(job))}")
     cost = DryRun.from_config(config, GPT, layout.processes).count(0)
@@ -217,9 +220,27 @@ def test_communication_is_that_of_a_dry_run() -> None:
     machine = cluster(4)
     # The planner's is that of the rank whose experts have the most rows.
     most = busiest(2 * 64 * 2, 2, 4, 2)
-    seconds = machine.all_to_all(most * rows * 256 * 2, layout.expert_group(machine))
+    group = layout.expert_group(machine)
+    seconds = 4 * machine.all_to_all(most * rows * 256 * 2, group)
+    seconds += 2 * machine.all_to_all(most * rows * 4, group) + machine.all_to_all(4 * 2 * 8, group)
     step = Simulator(job, layout, machine, OURS).step()
-    assert step.expert_parallel == pytest.approx(passes * 4 * seconds)
+    assert step.expert_parallel == pytest.approx(passes * seconds)
+
+
+def test_experts_are_padded_as_on_a_cpu() -> None:
+    """In bf16 the experts' rows are multiples of 16, in fp32 as many as there are."""
+    assert kernels.EXPERT_ROWS == linear.EXPERT_ROWS
+    assert kernels.MIN_MULTIPLES == experts.MIN_MULTIPLES
+    job, layout, gpu = job_of("mixtral"), Layout(), cluster(1)
+
+    def padding(precision: str, rows: float) -> float:
+        device = dataclasses.replace(gpu.device, name="cpu", precision=precision)
+        machine = dataclasses.replace(gpu, device=device)
+        return Kernels(job, layout, machine, OURS).padding_rows(rows)
+
+    assert padding("bf16", 4 * 4 * 16) == sum(-n % 16 for n in range(16)) / 16
+    assert padding("bf16", 4 * 4 * 16 - 1) == padding("fp32", 4096) == 0
+    assert Kernels(job, layout, gpu, OURS).padding_rows(4096) == 0
 
 
 def test_small_products_are_less_efficient() -> None:
