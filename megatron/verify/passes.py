@@ -84,7 +84,11 @@ class PassCapture:
         self.running.pop()
         if not isinstance(out, Tensor) or not out.is_floating_point() or _has_dispatched_rows(module):
             return
-        dim = self._sequence_dim(out)
+        # [b, s] are losses at the positions of [s, b, h]; [b, h] may by chance be as wide as a sequence.
+        has_positions = out.ndim != 2 or (
+            bool(inputs) and isinstance(inputs[0], Tensor) and inputs[0].ndim == 3
+        )
+        dim = self._sequence_dim(out) if has_positions else None
         if dim is None and self.mesh.cp.size > 1:
             return  # of BERT's heads, which each rank applies to its own predictions
         whole = self._gathered(out, dim)
