@@ -5,12 +5,15 @@
 Both train a model of the same shape in fp32 with fused AdamW, dropout and gradient clipping, on the same batches of
 --mock-data, padded to a multiple of 8. Each runs in its own process with two threads, and their steps alternate. The
 transformers model computes logits for every position, ours only for masked positions. Ours is measured a second time
-with full recomputation, as large models use it.
+with full recomputation, as large models use it, and a third time with --padding-free on the same samples. Those of
+--mock-data have random lengths from a half of the sequence on, so that padding is more than in most corpora; "useful
+tokens" is the share of the computed tokens that is not padding.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import resource
 import statistics
@@ -27,6 +30,7 @@ from parallel import run_metadata
 from parallel_workers import Workers
 from torch import Tensor
 
+import megatron.plugins  # noqa: F401 (registers --mock-data)
 from megatron.arguments import parse_run_config
 from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.data.bert_dataset import BertBatch
@@ -74,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sides = {
             "ours": Workers(ours, 1, flags, threads=THREADS),
             "ours, recomputing": Workers(ours, 1, f"{flags} --recompute-granularity full", threads=THREADS),
+            "ours, padding-free": Workers(ours, 1, f"{flags} --padding-free", threads=THREADS),
             "transformers": Workers(baseline, 1, flags, threads=THREADS),
         }
         try:
@@ -82,6 +87,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             for run in sides.values():
                 run.__exit__()
         results[name] = summarize(rounds[1:])  # the first step allocates memory
+        results[name]["useful tokens"] = {
+            form: round(useful_tokens(f"{flags} {more}", config.rounds + 1), 4)
+            for form, more in (("padded", ""), ("padding-free", "--padding-free"))
+        }
         print(f"{name}: {json.dumps(results[name])}", flush=True)
     Path(config.output).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
@@ -117,6 +126,19 @@ def build_batches(config: RunConfig) -> tuple[Iterator[BertBatch], int]:
         pin_memory=False,
     )
     return batches, tokenizer.vocab_size
+
+
+def useful_tokens(flags: str, rounds: int) -> float:
+    """Return the share of the tokens of `rounds` batches that are not padding."""
+    batches, _ = build_batches(parse_run_config(flags.split(), description="", defaults=DEFAULTS))
+    useful = computed = 0
+    for batch in itertools.islice(batches, rounds):
+        computed += batch.tokens.numel()
+        if batch.document_ids is not None:  # padding is a document after those of the samples
+            useful += int((batch.document_ids < len(batch.is_random)).sum())
+        else:
+            useful += batch.tokens.numel() if batch.padding_mask is None else int(batch.padding_mask.sum())
+    return useful / computed
 
 
 def peak_rss(before: float) -> float:

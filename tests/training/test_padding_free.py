@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,7 @@ from twenty_steps import assert_same_steps, train_engine
 
 import megatron.plugins  # noqa: F401 (registers schedules, layouts and operations)
 from megatron.arguments import parse_run_config
+from megatron.commands.preprocess_data import main as preprocess
 from megatron.data.bert_dataset import BertBatch
 from megatron.data.bert_samples import build_sample
 from megatron.data.zigzag import Zigzag
@@ -26,8 +30,9 @@ from megatron.ops.backend import Ops
 from megatron.ops.cpu.document_attention import attention_by_document, make_document_mask
 from megatron.parallel.mesh import Mesh, init_mesh
 from megatron.parallel.padding import length_multiple
-from megatron.pretrain_bert import DEFAULTS, bert
+from megatron.pretrain_bert import DEFAULTS, bert, build_datasets
 from megatron.pretrain_gpt import GPT
+from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.null import NullTokenizer
 from megatron.training.build import build_engine
 from megatron.training.config import RunConfig
@@ -43,6 +48,7 @@ FLAGS = f"""
     --train-iters 20 --lr 2e-3 --device cpu --num-workers 0 --attention-dropout 0 --hidden-dropout 0 --adam-eps 1e-6
     --distributed-timeout-minutes 2
 """
+SHAPE = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --micro-batch-size 1 --train-iters 1 --lr 1"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 TP, PP, C2 = (f"--{name}-parallel-size 2" for name in ("tensor-model", "pipeline-model", "context"))
 ZERO = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
@@ -262,3 +268,30 @@ def test_for_bert_only() -> None:
     config = config_of("--padding-free")
     with pytest.raises(InputError, match=r"^--padding-free: applies to BERT, not to GPT"):
         GPT.build_datasets(config, NullTokenizer(59), (1, 0, 0))
+
+
+@pytest.mark.slow
+def test_the_figures_of_the_documentation(shared: Path, tmp_path: Path) -> None:
+    """The share of the computed tokens that is not padding, for 4,096 samples of WikiText-2's articles."""
+    text = (shared / "data/wt2-train.txt").read_text(encoding="utf-8")
+    for mark in "-,.":
+        text = text.replace(f" @{mark}@ ", mark)
+    articles = [x for x in re.split(r"(?m)^(?= = [^=].*[^=] = $)", text) if x.strip()]
+    (tmp_path / "articles.jsonl").write_text("".join(json.dumps({"text": x}) + "\n" for x in articles))
+    vocab = f"--tokenizer-type BertWordPieceLowerCase --vocab-file {shared}/data/bert-base-uncased-vocab.txt"
+    files = f"--input {tmp_path}/articles.jsonl --output-prefix {tmp_path}/wt2 --split-sentences --workers 1"
+    preprocess(f"{files} {vocab}".split())
+    page = (Path(__file__).parents[2] / "docs" / "bert.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| (\d+) \| (\d+\.\d\d)% \| (\d+\.\d\d)% \|$", page, re.M)
+    assert len(rows) == 3
+    for length, size, *shares in rows:
+        for flags, share in zip(("", "--padding-free"), shares, strict=True):
+            words = f"{vocab} --data-path {tmp_path}/wt2_text_sentence --split 1,0,0 --seq-length {length} {flags}"
+            config = parse_run_config(f"{SHAPE} {words}".split(), description="", defaults=DEFAULTS)
+            samples = build_datasets(config, build_tokenizer(config.tokenizer), (4096, 0, 0))["train"]
+            useful = computed = 0
+            for i in range(0, 4096, int(size)):
+                microbatch = [samples[j] for j in range(i, i + int(size))]
+                useful += sum(int(sample["padding_mask"].sum()) for sample in microbatch)
+                computed += samples.collate(microbatch).tokens.numel()
+            assert abs(100 * useful / computed - float(share)) < 0.006
