@@ -156,7 +156,7 @@ def test_the_command_verifies_layouts_and_resumes(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_bert_with_as_many_positions_on_a_rank_as_channels(tmp_path: Path) -> None:
     """Its pooled output [b, h] is no loss at positions [b, s], which ranks divide."""
-    flags = f"{FLAGS} --seq-length 64 --micro-batch-size 2 --global-batch-size 8 --padding-free".split()
+    flags = f"{FLAGS} --seq-length 64 --micro-batch-size 4 --global-batch-size 16".split()
     words = ["--quick", "--max-processes", "2", "--output", str(tmp_path / "out"), "--"]
     assert main([*words, "pretrain_bert.py", *flags, "--context-parallel-size", "2"]) == 0
 
