@@ -8,7 +8,7 @@ import dataclasses
 import io
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from megatron.parallel.schedules import (
 )
 from megatron.performance import post_validation
 from megatron.performance.post_validation import PostValidation, with_validation
+from megatron.planner.dry_run import DryRun
 from megatron.pretrain_gpt import GPT
 from megatron.training.engine import Engine
 
@@ -393,6 +394,26 @@ def test_passes_before_a_validation_are_forward_and_leave_no_transfer_open() -> 
                 else:
                     assert isinstance(action, Forward)
         assert not any(open_transfers.values())
+
+
+@pytest.mark.slow
+def test_time_on_four_processes(command: Callable, tmp_path: Path) -> None:
+    """Passes take as long as a sleep, so that four processes need no four cores."""
+    output = tmp_path / "parallel.json"
+    command("benchmarks/parallel.py", "--only", "validation", "--rounds", 3, "--output", output)
+    rows = json.loads(output.read_text())["validation"]["results"]
+    assert rows["time validated / waiting"] == pytest.approx(rows["by theory"], rel=0.03)
+    assert rows["validated, always clipped"]["seconds"] < 1.03 * rows["waits"]["seconds"]
+
+
+def test_memory_of_the_copy() -> None:
+    """Master weights, two moments and gradients of the shard, and the number of steps, in fp32."""
+    flags = f"{P2} zb-h2 {UNTIED} --bf16 --use-distributed-optimizer --global-batch-size 8"
+    plain, late = (
+        DryRun.from_config(config_of(f"{flags} {more}"), GPT, 4).count(0).memory for more in ("", FLAG)
+    )
+    assert late["buffers"] - plain["buffers"] == 4 * plain["master weights"] + 4
+    assert late["peak"] - plain["peak"] == 4 * plain["master weights"] + 4
 
 
 # ---- refusals
