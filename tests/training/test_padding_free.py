@@ -14,6 +14,7 @@ import pytest
 import torch
 from distributed import run_distributed
 from models import CPU
+from torch._dynamo.testing import CompileCounter
 from twenty_steps import assert_same_steps, train_engine
 
 import megatron.plugins  # noqa: F401 (registers schedules, layouts and operations)
@@ -25,10 +26,12 @@ from megatron.data.zigzag import Zigzag
 from megatron.errors import InputError
 from megatron.model.bert import BertModel
 from megatron.model.context import ModelContext
+from megatron.model.transformer import TransformerLayer
 from megatron.ops.attention import attention
 from megatron.ops.backend import Ops
 from megatron.ops.cpu.document_attention import attention_by_document, make_document_mask
-from megatron.parallel.mesh import Mesh, init_mesh
+from megatron.ops.document_attention import BLOCK, attention_by_documents, make_block_mask
+from megatron.parallel.mesh import Mesh, choose_device, init_mesh
 from megatron.parallel.padding import length_multiple
 from megatron.pretrain_bert import DEFAULTS, bert, build_datasets
 from megatron.pretrain_gpt import GPT
@@ -295,3 +298,61 @@ def test_the_figures_of_the_documentation(shared: Path, tmp_path: Path) -> None:
                 useful += sum(int(sample["padding_mask"].sum()) for sample in microbatch)
                 computed += samples.collate(microbatch).tokens.numel()
             assert abs(100 * useful / computed - float(share)) < 0.006
+
+
+@pytest.mark.slow
+@torch.no_grad()  # FlexAttention has no gradient on a CPU
+def test_compiled_layers_take_lengths_that_change() -> None:
+    """Torch captures layers with blocks of FlexAttention at most 4 times: one length, others, one or more blocks."""
+    counter = CompileCounter()
+    compute = torch.compile(TransformerLayer.compute, backend=counter, dynamic=None)
+    config = config_of("--padding-free")
+    ops = Ops(
+        run=lambda _, *inputs: compute(*inputs), attention=attention_by_documents, make_mask=make_block_mask
+    )
+    contexts = (ModelContext(vocab_size=60, padded_vocab_size=64, ops=x) for x in (ops, Ops()))
+    models = [BertModel(config.model, context, binary_head=False) for context in contexts]
+    generator = torch.Generator().manual_seed(1)
+    for p in models[0].parameters():
+        p.data = torch.randn(p.shape, generator=generator) * 0.2
+    models[1].load_state_dict(models[0].state_dict())
+    lengths = set()
+    for batch in (x for step in range(5) for x in batches(config, step)):
+        found, expected = (
+            model.encode(
+                batch.tokens,
+                None,
+                batch.tokentype_ids,
+                None,
+                None,
+                position_ids_bs=batch.position_ids,
+                document_ids_bs=batch.document_ids,
+            )
+            for model in models
+        )
+        assert (found - expected).norm() < 1e-6 * expected.norm()
+        lengths.add(batch.seq_length)
+    assert len(lengths) > 8 and min(lengths) < BLOCK < max(lengths) and counter.frame_count <= 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("precision", "tolerance"), [("", 1e-3), ("--bf16", 2e-2)])
+def test_losses_on_a_gpu_are_those_of_padded_samples(precision: str, tolerance: float) -> None:
+    losses = []
+    for flags in ("", "--padding-free"):
+        config = config_of(f"--device cuda {precision} {flags}")
+        with init_mesh(config.parallel, choose_device(config.training.device)) as mesh:
+            engine = build_engine(config, bert(binary_head=True), mesh, vocab_size=60, padded_vocab_size=64)
+            engine.buffer.initialize(1)
+            steps = [
+                engine.train_step(
+                    iter(batches(config, step)),
+                    num_microbatches=MICROBATCHES,
+                    consumed_samples=step * SAMPLES,
+                    lr=2e-3,
+                    weight_decay=0.1,
+                )[0].tolist()
+                for step in range(10)
+            ]
+        losses.append(np.array(steps))
+    np.testing.assert_allclose(losses[1], losses[0], rtol=tolerance)
