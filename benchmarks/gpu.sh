@@ -4,8 +4,8 @@
 #
 #   bash benchmarks/gpu.sh [PART...]
 #
-# PART is tests, or a size of benchmarks/train.py: small (also with --cuda-graph), 355m, 1.3b or 7b (8 of its layers);
-# by default all of them.
+# PART is tests; a size of benchmarks/train.py: small (also with --cuda-graph), 355m, 1.3b or 7b (8 of its layers); or
+# planner, which compares predictions of time and memory with runs (benchmarks/planner_gpu.py); by default all of them.
 # A call ends within LIMIT seconds (default: 520); name the parts that it did not reach in the next call. Results are
 # added to benchmarks/results/<device>.json. The table of all results, with a verdict for each goal, comes last.
 #
@@ -18,7 +18,7 @@ source scripts/common.sh
 : "${LIMIT:=520}" "${NANOGPT:=}" "${PYTHON:=python3}"
 train=(benchmarks/train.py --device cuda --precisions bf16 ${NANOGPT:+--nanogpt "$NANOGPT"})
 parts=("$@")
-((${#parts[@]})) || parts=(tests small 355m 1.3b 7b)
+((${#parts[@]})) || parts=(tests small 355m 1.3b 7b planner)
 
 # The last line is the name, or what is wrong.
 name=$("$PYTHON" -c 'import torch; print(torch.cuda.get_device_name())' 2>&1) ||
@@ -38,7 +38,9 @@ status=0
 for part in "${parts[@]}"; do
   found=$scratch/$part
   case $part in
-    tests) (within_limit -m pytest -m gpu --junitxml "$found") || status=$? ;;
+    # Most of a test is compiling.
+    tests) (within_limit -m pytest -m gpu -n 6 --junitxml "$found") || status=$? ;;
+    planner) (within_limit benchmarks/planner_gpu.py --output "$found") || status=$? ;;
     *) (within_limit "${train[@]}" --sizes "$part" --output "$found") || status=$? ;;
   esac
   [[ ! -e $found ]] || "$PYTHON" benchmarks/gpu_table.py "$results" "$part" "$found"

@@ -42,13 +42,13 @@ def read_test_report(report: Path) -> dict[str, float]:
 
 
 def print_part(name: str, found: dict[str, Any]) -> None:
-    """Print one line for the tests, or one per implementation that was compared."""
+    """Print one line for the tests, or one per implementation or run that was compared."""
     if name == "tests":
         print("tests: " + ", ".join(f"{key} {value:g}" for key, value in found.items()))
         return
     print(f"{found['command']} (commit {found['commit']})")
     for title, sides in found.items():
-        if title.startswith(f"{name}, "):
+        if title == "runs" or title.startswith(f"{name}, "):
             print(title)
             for side, values in sides.items():
                 print(f"  {side:24} " + "  ".join(f"{key} {value:,}" for key, value in values.items()))

@@ -29,6 +29,9 @@ case "$*" in
     echo '{{"command": "train", "commit": "abc", "machine": {{"cores": 8}}, "355m, bf16, cuda":
       {{"ours": {{"MFU": 0.44}}, "nanoGPT, compiled": {{"ours over it": 1.1}},
       "transformers": {{"tokens/s": 20000}}}}}}' >"${{@: -1}}" ;;
+  benchmarks/planner_gpu.py*)
+    echo '{{"command": "planner", "commit": "abc",
+      "runs": {{"llama-1b": {{"seconds": 0.28, "error": -0.05}}}}}}' >"${{@: -1}}" ;;
   benchmarks/gpu_table.py*) exec {shlex.quote(sys.executable)} "$@" ;;
 esac
 """
@@ -134,9 +137,10 @@ def test_without_parts_all_run_until_the_time_limit(checkout: Path) -> None:
     done = run(checkout)
     sizes = [line.split("--sizes ")[1].split()[0] for line in done.stdout.splitlines() if "--sizes" in line]
     assert sizes == ["small", "355m", "1.3b", "7b"]
+    assert done.stdout.endswith("runs\n  llama-1b                 seconds 0.28  error -0.05\n")
     done = run(checkout, LIMIT="0")
     assert done.returncode == 2
-    assert done.stderr.splitlines() == ["error: LIMIT=0 seconds are over; call again with this part"] * 5
+    assert done.stderr.splitlines() == ["error: LIMIT=0 seconds are over; call again with this part"] * 6
 
 
 def test_without_a_gpu_is_a_one_line_error(checkout: Path) -> None:
