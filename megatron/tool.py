@@ -31,6 +31,8 @@ def write_output_file(flag: str, path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
+        if path.is_file():  # a part of it
+            path.unlink()
         raise InputError(f"{flag}: {path} cannot be written ({error.strerror})") from None
 
 

@@ -66,6 +66,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = vars(parser.parse_args(line[:given]))
     config = make_config(PlanConfig, args)
     if config.calibrate is not None:
+        if others := sorted(args.keys() - {"calibrate"}):
+            raise InputError(
+                f"--calibrate: measures this machine alone; leave out --{others[0].replace('_', '-')}"
+            )
         check_output_file("--calibrate", Path(config.calibrate))
         from megatron.planner.calibrate import calibrate
 
@@ -91,8 +95,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     name = find_preset(config.model)[0] if config.model else "model"
     print(f"{name}: {heading(job, cluster)}")
     print(
-        f"{result.layouts:,} layouts divide them: {result.timed:,} were simulated, {result.too_large:,} do not fit, "
-        "and the others are slower than those below\n"
+        f"layouts that divide them: {result.layouts:,}; simulated: {result.timed:,}; too large: {result.too_large:,}; "
+        "the rest are slower than those below\n"
     )
     print(table(result, job, cluster))
     print(f"\nThe best: {best.layout}\n{details(best, cluster)}")

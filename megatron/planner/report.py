@@ -28,15 +28,15 @@ def heading(job: Job, cluster: Cluster) -> str:
         nodes += f" in NVLink domains of {cluster.nvlink_domain}"
     parameters = model_parameters(job)
     products = "" if job.fp8_format is None else ", FP8 products"
-    many = in_words(parameters)
+    size = in_words(parameters)
     if job.model.num_experts is not None:
-        many += f" parameters ({in_words(parameters - unused_parameters(job.model))} active)"
+        size += f" parameters ({in_words(parameters - unused_parameters(job.model))} active)"
     else:
-        many += " parameters"
+        size += " parameters"
     return (
-        f"{many} on {cluster.devices:,} "
-        f"{cluster.device.name} ({nodes}, {cluster.device.precision}{products}); {job.global_batch_size:,} samples of "
-        f"{job.seq_length:,} tokens per step"
+        f"{size} on {cluster.devices:,} "
+        f"{cluster.device.name} ({nodes}, {cluster.device.precision}{products}); "
+        f"{many(job.global_batch_size, 'sample')} of {many(job.seq_length, 'token')} per step"
     )
 
 

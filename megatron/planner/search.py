@@ -172,7 +172,10 @@ def _nothing_fits(job: Job, cluster: Cluster, too_large: int) -> str:
     usable = USABLE_MEMORY * cluster.device.memory / 1e9
     reason = f"no layout fits this model on {devices} {cluster.device.name} with {usable:.3g} GB each"
     if smallest is None:
-        return f"{reason}, nor on more of them: a single layer is too large; choose devices with more memory"
+        return (
+            f"{reason}, nor on more of them: a single layer with a sample of {job.seq_length:,} tokens is too "
+            "large; choose devices with more memory, or a shorter --seq-length"
+        )
     if smallest.processes <= devices:
         model_parallel = smallest.tensor * smallest.pipeline
         return (

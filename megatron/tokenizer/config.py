@@ -28,7 +28,7 @@ class TokenizerConfig(Config):
     tokenizer_type: str | None = flag(None, "type of tokenizer (see --tokenizer)", choices=tuple(TOKENIZERS))
     vocab_file: str | None = flag(
         None,
-        "vocabulary: vocab.json of a GPT-2 BPE, or vocab.txt of a BERT WordPiece",
+        "vocabulary: vocab.json of a GPT-2 BPE, or vocab.txt of a BERT WordPiece (NullTokenizer needs no files)",
         aliases=("--vocab",),
         metavar="FILE",
     )

@@ -169,6 +169,7 @@ def test_a_plan_with_fp8(plan):
             "--gpus or --cluster, or D in --layout T2P8V2, is required without --model",
         ),
         (f"{SMALL} --layout T3P2D2", "--layout T3P2D2: 12 a100-80gb do not fill nodes of 8; choose 8 or 16"),
+        ("--calibrate x.yaml --gpus 8", "--calibrate: measures this machine alone; leave out --gpus"),
         (f"--calibrate {ROOT}", "--calibrate: .* cannot be written: it is a directory"),
     ],
 )
