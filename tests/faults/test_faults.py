@@ -148,7 +148,7 @@ def test_sleeping_rank_ends_the_run_and_is_named() -> None:
 
 def test_different_layouts_are_reported() -> None:
     """The layouts are compared before process groups are created, which would not match."""
-    ranks = start([[], [], ["--tensor-model-parallel-size", "2"], ["--tensor-model-parallel-size", "2"]])
+    ranks = start([[], ["--tensor-model-parallel-size", "2"]])
     for rank in ranks:
         _, errors = rank.communicate(timeout=60)
         assert rank.returncode == 2, errors

@@ -96,16 +96,16 @@ def best_of(folder: Path) -> tuple[int, float]:
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """Checkpoint of pretraining with four processes."""
+    """Checkpoint of pretraining with two processes."""
     folder = tmp_path_factory.mktemp("pretrained")
     vocab = write_vocab(folder / "vocab.txt")
     command = request.getfixturevalue("command")
     flags = f"""
         {SIZES} --tokenizer-type BertWordPieceLowerCase --vocab-file {vocab} --mock-data --seq-length 32
         --micro-batch-size 4 --train-iters 2 --lr 1e-3 --eval-iters 0 --device cpu --num-workers 0
-        --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --save {folder}/checkpoints
+        --tensor-model-parallel-size 2 --save {folder}/checkpoints
     """
-    command("pretrain_bert.py", *flags.split(), replicas=4)
+    command("pretrain_bert.py", *flags.split(), replicas=2)
     return folder
 
 

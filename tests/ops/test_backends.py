@@ -93,8 +93,16 @@ def check(fast: Callable, plain: Callable, dtype: torch.dtype, *inputs: Tensor) 
     assert all(error <= TOLERANCE[dtype] for error in found), found
 
 
-@RUNS
-@pytest.mark.parametrize("tanh", [True, False])
+@pytest.mark.parametrize(
+    ("how", "dtype", "tanh"),
+    [
+        pytest.param(how, dtype, tanh, marks=() if how == "eager" or is_default else pytest.mark.slow)
+        for how in ("eager", "compiled")
+        for dtype in TOLERANCE
+        for tanh in (True, False)
+        for is_default in [tanh and dtype == torch.bfloat16]
+    ],
+)
 def test_gelu(run: Callable, dtype: torch.dtype, tanh: bool) -> None:
     name = "gelu_tanh" if tanh else "gelu"
     fast = functools.partial(cpu_activation.compiled_activation, name=name)

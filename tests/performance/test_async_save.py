@@ -105,8 +105,8 @@ def save_three(root: str, flags: str, in_background: bool) -> None:
     [
         (1, ""),
         (1, "--bf16"),
-        (2, "--bf16 --tensor-model-parallel-size 2"),
-        (2, "--use-distributed-optimizer --overlap-param-gather"),
+        pytest.param(2, "--bf16 --tensor-model-parallel-size 2", marks=pytest.mark.slow),
+        pytest.param(2, "--use-distributed-optimizer --overlap-param-gather", marks=pytest.mark.slow),
         (2, f"{STRATEGY} optim_grads_params --bf16 --overlap-param-gather"),
         pytest.param(2, f"{STRATEGY} optim_grads --overlap-grad-reduce", marks=pytest.mark.slow),
     ],

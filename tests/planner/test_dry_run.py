@@ -64,6 +64,7 @@ AUX = (
 )
 E2 = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
 SHARED = "--moe-shared-expert-intermediate-size 32 --moe-shared-expert-gate --moe-layer-freq [0,1]"
+FEW = [f"{P2} --bf16 --recompute-granularity selective", f"{MOE} {E2} --use-distributed-optimizer"]
 FOUR = [
     f"{T2} {P2} --bf16 --recompute-granularity selective",
     f"{T2} {MOE} {SHARED} --expert-model-parallel-size 2 --use-distributed-optimizer",
@@ -194,10 +195,11 @@ def real_steps(layouts: list[str], ports: list[int], batch: Batch) -> list[tuple
 @pytest.mark.parametrize(
     ("processes", "layouts"),
     [
+        (2, FEW),
         pytest.param(2, TWO, marks=pytest.mark.slow),
         pytest.param(2, MIXTURES, marks=pytest.mark.slow),
         pytest.param(2, CONTEXT, marks=pytest.mark.slow),
-        (4, FOUR),
+        pytest.param(4, FOUR, marks=pytest.mark.slow),
     ],
 )
 def test_equals_real_processes(processes: int, layouts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

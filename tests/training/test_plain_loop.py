@@ -11,6 +11,7 @@ import torch
 from plain_gpt import PlainGPT, train
 from safetensors.torch import load_file
 
+from megatron.commands import preprocess_data
 from megatron.data.config import DataConfig
 from megatron.data.gpt_dataset import build_gpt_datasets
 
@@ -27,7 +28,7 @@ FLAGS = f"""
 
 
 @pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_matches_a_plain_loop(command, shared: Path, tmp_path: Path, replicas: int) -> None:
+def test_matches_a_plain_loop(command, pretrain, shared: Path, tmp_path: Path, replicas: int) -> None:
     tokenizer = [
         *("--tokenizer-type", "GPT2BPETokenizer"),
         *("--vocab-file", shared / "data" / "gpt2-tiny-vocab.json"),
@@ -35,15 +36,18 @@ def test_matches_a_plain_loop(command, shared: Path, tmp_path: Path, replicas: i
     ]
     text = shared / "data" / "wt2-train.txt"
     prefix = tmp_path / "wt2"
-    preprocess = ["tools/preprocess_data.py", "--input", text, "--output-prefix", prefix, "--append-eod"]
-    command(*preprocess, *tokenizer)
+    preprocess = ["--input", text, "--output-prefix", prefix, "--append-eod", *tokenizer]
+    preprocess_data.main([str(word) for word in preprocess])
     prefix = tmp_path / "wt2_text_document"
     metrics = tmp_path / "metrics.jsonl"
-    common = ["pretrain_gpt.py", *FLAGS, *tokenizer, "--data-path", prefix]
-    command(*common, "--metrics-path", metrics, replicas=replicas)
+    common = [*FLAGS, *tokenizer, "--data-path", prefix]
+    if replicas == 1:
+        pretrain(*common, "--metrics-path", metrics)
+    else:
+        command("pretrain_gpt.py", *common, "--metrics-path", metrics, replicas=replicas)
     ours = [json.loads(line) for line in metrics.read_text().splitlines()]
     # The first step has learning rate 0, so a checkpoint after it holds the initial weights.
-    command(*common, "--save", tmp_path / "start", "--exit-interval", 1)
+    pretrain(*common, "--save", tmp_path / "start", "--exit-interval", 1)
     model = PlainGPT(**SIZES)
     model.load_weights(load_file(tmp_path / "start" / "iter_0000001" / "model.safetensors"))
 

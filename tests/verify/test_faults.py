@@ -29,8 +29,6 @@ from verify_mixture_faults import MIXTURE_FAULTS, Fault  # noqa: E402
 from verify_packing_faults import PACKING_FAULTS  # noqa: E402
 from verify_runs import CONTEXT_RUNS, MIXTURE_RUNS, PACKING_RUNS, shrunk  # noqa: E402
 
-FAST = "gradients of the router not summed over tensor-parallel ranks"
-
 
 def put_into_process(fault: Fault) -> None:
     """Give the fault's function in this process the code that it has with the fault."""
@@ -67,12 +65,9 @@ def references() -> dict[str, dict[bool, Comparer]]:
     return {}
 
 
+@pytest.mark.slow  # test_verify.py has one that runs by default
 @pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param(fault, marks=() if fault.name == FAST else pytest.mark.slow, id=fault.name)
-        for fault in (*MIXTURE_FAULTS, *PACKING_FAULTS, *CONTEXT_FAULTS)
-    ],
+    "fault", (*MIXTURE_FAULTS, *PACKING_FAULTS, *CONTEXT_FAULTS), ids=lambda fault: fault.name
 )
 def test_a_fault_is_found(fault: Fault, references: dict[str, dict[bool, Comparer]], tmp_path: Path) -> None:
     small = shrunk((MIXTURE_RUNS | PACKING_RUNS | CONTEXT_RUNS)[fault.run])
