@@ -46,7 +46,7 @@ def assert_complete(root: Path, iterations: list[int]) -> None:
 
 
 @pytest.mark.parametrize("mode", [pytest.param([], marks=pytest.mark.slow), ["--async-save"]])
-def test_missing_space_is_detected_before_writing(command, disk: Path, mode: list[str]) -> None:
+def test_missing_space_is_detected_before_writing(command, pretrain, disk: Path, mode: list[str]) -> None:
     flags = [*FLAGS, *mode, "--save", disk / "run", "--load", disk / "run"]
     result = command("pretrain_gpt.py", *flags, status=1)
     assert result.stderr.count("\n") == 1
@@ -56,8 +56,7 @@ def test_missing_space_is_detected_before_writing(command, disk: Path, mode: lis
     assert " are free; earlier checkpoints are complete" in result.stderr
     assert_complete(disk / "run", [2, 4, 6])
     shutil.rmtree(disk / "run" / "iter_0000002")
-    result = command("pretrain_gpt.py", *flags, "--keep-last", 1)
-    assert "iterations 7 to 12" in result.stdout
+    assert "iterations 7 to 12" in pretrain(*flags, "--keep-last", 1)
     assert_complete(disk / "run", [12])
 
 

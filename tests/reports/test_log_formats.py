@@ -157,9 +157,10 @@ FLAGS = """
 """.split()
 
 
-def test_the_first_loss_is_on_the_first_screen(command: Callable, corpus: Path, tmp_path: Path) -> None:
+def test_the_first_loss_is_on_the_first_screen(
+    command: Callable, pretrain: Callable, corpus: Path, tmp_path: Path
+) -> None:
     run = [
-        "pretrain_gpt.py",
         *FLAGS,
         "--data-path",
         corpus,
@@ -169,7 +170,7 @@ def test_the_first_loss_is_on_the_first_screen(command: Callable, corpus: Path, 
         tmp_path / "run",
     ]
     run += ["--save-interval", 10, "--tensorboard-dir", tmp_path / "events"]
-    done = command(*run, "--exit-interval", 10)
+    done = command("pretrain_gpt.py", *run, "--exit-interval", 10)
     screen = re.split(rf"^{CLOCK}", done.stderr + done.stdout, maxsplit=1, flags=re.M)[0].splitlines()
     assert len(screen) < 15 and all(len(line) < 120 + len(str(tmp_path)) for line in screen)
     for line in (
@@ -181,8 +182,7 @@ def test_the_first_loss_is_on_the_first_screen(command: Callable, corpus: Path, 
         "parameter (compute-optimal: about 20)",
     ):
         assert line in screen, screen
-    done = command(*run)
-    screen = re.split(rf"^{CLOCK}", done.stdout, maxsplit=1, flags=re.M)[0].splitlines()
+    screen = re.split(rf"^{CLOCK}", pretrain(*run), maxsplit=1, flags=re.M)[0].splitlines()
     resumed = f"training: iterations 11 to 20 of 8 samples, resumed from {tmp_path / 'run'} at iteration 10"
     assert resumed in screen
 

@@ -432,14 +432,16 @@ def test_a_truncated_file_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
 
-def test_command(tmp_path: Path, command) -> None:
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = save_hf(tmp_path / "theirs", "gpt2")
-    words = ["tools/convert_checkpoint.py", "--from", "huggingface", "--to", "native", "--load", folder]
-    done = command(*words, "--save", tmp_path / "new")
-    assert done.stdout.splitlines()[-1] == f"written to {tmp_path / 'new'}"
+    words = ["--from", "huggingface", "--to", "native", "--load", str(folder)]
+    words += ["--save", str(tmp_path / "new")]
+    main(words)
+    assert capsys.readouterr().out.splitlines()[-1] == f"written to {tmp_path / 'new'}"
     assert find_checkpoint(str(tmp_path / "new"), None).state["vocab_size"] == VOCAB
-    refused = command(*words, "--save", tmp_path / "new", status=2)
-    assert refused.stderr == (
-        f"error: --save: {tmp_path / 'new'} is not empty; give an empty or a new folder, or remove what a killed "
-        "conversion left there\n"
+    with pytest.raises(InputError) as refused:
+        main(words)
+    assert str(refused.value) == (
+        f"--save: {tmp_path / 'new'} is not empty; give an empty or a new folder, or remove what a killed "
+        "conversion left there"
     )

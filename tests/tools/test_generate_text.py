@@ -40,13 +40,16 @@ def run(pretrain, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_a_full_context_is_noted(run: Path, command) -> None:
-    words = ["tools/generate_text.py", "--load", run, "--prompt", "1 2 3", "--greedy"]
-    full = command(*words, "--out-seq-length", 14)
-    assert full.stderr == ("note: stopped after 13 tokens: the 16-token context is full\n")
-    assert len(full.stdout.split()) == 16
-    asked = command(*words, "--out-seq-length", 13)
-    assert asked.stderr == "" and asked.stdout == full.stdout
+def test_a_full_context_is_noted(run: Path, capsys) -> None:
+    capsys.readouterr()
+    words = ["--load", str(run), "--prompt", "1 2 3", "--greedy"]
+    main([*words, "--out-seq-length", "14"])
+    full = capsys.readouterr()
+    assert full.err == ("note: stopped after 13 tokens: the 16-token context is full\n")
+    assert len(full.out.split()) == 16
+    main([*words, "--out-seq-length", "13"])
+    asked = capsys.readouterr()
+    assert asked.err == "" and asked.out == full.out
 
 
 def damage(run: Path, **fields: object) -> Path:
@@ -262,13 +265,18 @@ def test_bad_input_is_one_line(trained: Path, flags: str, message: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_an_empty_prompt_begins_a_document(run: Path, command, tmp_path: Path) -> None:
+def test_an_empty_prompt_begins_a_document(run: Path, capsys, tmp_path: Path) -> None:
     """It continues the end-of-document token, whose id the null tokenizer reads and writes as text."""
-    words = ["tools/generate_text.py", "--load", run, "--greedy", "--out-seq-length", 5]
-    empty, eod = (command(*words, "--prompt", prompt).stdout for prompt in ("", "300"))
+
+    def generate(*words: str) -> str:
+        capsys.readouterr()
+        main(["--load", str(run), "--greedy", "--out-seq-length", "5", *words])
+        return capsys.readouterr().out
+
+    empty, eod = (generate("--prompt", prompt) for prompt in ("", "300"))
     assert len(empty.split()) == 5 and "300" + empty == eod
     (tmp_path / "a.jsonl").write_text('{"prompt": ""}')
-    (record,) = command(*words, "--sample-input-file", tmp_path / "a.jsonl").stdout.splitlines()
+    (record,) = generate("--sample-input-file", str(tmp_path / "a.jsonl")).splitlines()
     assert json.loads(record)["text"].split() == empty.split()
 
 

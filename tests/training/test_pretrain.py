@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from megatron.arguments import parse_run_config
 from megatron.checkpoint.save import Saver
+from megatron.commands import generate_text, preprocess_data
 from megatron.commands.convert_checkpoint import main as convert_checkpoint
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import InputError
@@ -102,7 +103,7 @@ def test_a_resumed_run_continues_with_other_flags(pretrain, tmp_path: Path, flag
     assert files(tmp_path / "a" / f"iter_{int(last):07d}") == files(tmp_path / "b" / f"iter_{int(last):07d}")
 
 
-def test_rollback_to_an_earlier_checkpoint(pretrain, command, tmp_path: Path) -> None:
+def test_rollback_to_an_earlier_checkpoint(pretrain, tmp_path: Path) -> None:
     run = [*TINY, "--save", tmp_path / "a", "--load", tmp_path / "a", "--metrics-path", tmp_path / "a.jsonl"]
     pretrain(*run, "--save-interval", 4)
     whole = records(tmp_path / "a.jsonl")
@@ -119,9 +120,10 @@ def test_rollback_to_an_earlier_checkpoint(pretrain, command, tmp_path: Path) ->
     pretrain(*run, "--ckpt-step", 4)
     assert records(tmp_path / "a.jsonl") == whole
     assert (tmp_path / "a" / "abandoned-iter_0000012-2").is_dir()
-    wrong = command("pretrain_gpt.py", *run, "--ckpt-step", 5, status=2)
-    assert wrong.stderr == (
-        f"error: --ckpt-step: {tmp_path / 'a'} holds no checkpoint of iteration 5; it holds 4, 12\n"
+    with pytest.raises(InputError) as wrong:
+        pretrain(*run, "--ckpt-step", 5)
+    assert str(wrong.value) == (
+        f"--ckpt-step: {tmp_path / 'a'} holds no checkpoint of iteration 5; it holds 4, 12"
     )
     with pytest.raises(
         InputError, match=r"is one checkpoint of a run; give its parent folder, and --ckpt-step 4 if it"
@@ -192,8 +194,8 @@ def test_generate_text_from_a_run(command, pretrain, tmp_path: Path) -> None:
     pretrain(*TINY, "--save", tmp_path / "a")
     result = command("tools/generate_text.py", "--load", tmp_path / "a", "--prompt", "1 2 3", "--greedy")
     assert result.stdout.startswith("1 2 3 ") and len(result.stdout.split()) == 16
-    result = command("tools/generate_text.py", "--load", tmp_path / "b", "--prompt", "1", status=2)
-    assert result.stderr == f"error: --load: {tmp_path / 'b'} is not a folder\n"
+    with pytest.raises(InputError, match=r"^--load: \S+ is not a folder$"):
+        generate_text.main(["--load", str(tmp_path / "b"), "--prompt", "1"])
 
 
 @pytest.mark.parametrize(
@@ -270,22 +272,15 @@ def test_replicas_train_the_same_model(command, tmp_path: Path) -> None:
                 assert b[name] == pytest.approx(a[name], rel=1e-5), (replicas, a["iteration"], name)
 
 
-def test_masked_losses_do_not_depend_on_the_layout(command, tmp_path: Path) -> None:
+def test_masked_losses_do_not_depend_on_the_layout(command, pretrain, tmp_path: Path) -> None:
     """With masked positions, microbatches have different numbers of tokens; the mean is over all tokens."""
     text = tmp_path / "text.jsonl"
     text.write_text(
         "".join(json.dumps({"text": " ".join(map(str, range(n % 23 + 1)))}) + "\n" for n in range(400))
     )
     tokenizer = ["--tokenizer-type", "NullTokenizer", "--vocab-size", 300]
-    command(
-        "tools/preprocess_data.py",
-        "--input",
-        text,
-        "--output-prefix",
-        tmp_path / "d",
-        "--append-eod",
-        *tokenizer,
-    )
+    words = ["--input", text, "--output-prefix", tmp_path / "d", "--append-eod", *tokenizer]
+    preprocess_data.main(list(map(str, words)))
     masks = ["--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"]
     flags = [f for f in TINY if f != "--mock-data"] + [
         "--data-path",
@@ -299,7 +294,10 @@ def test_masked_losses_do_not_depend_on_the_layout(command, tmp_path: Path) -> N
     for micro, replicas in ((8, 1), (1, 1), (2, 2)):
         metrics = tmp_path / f"{micro}-{replicas}.jsonl"
         sizes = ["--micro-batch-size", micro, "--metrics-path", metrics]
-        command("pretrain_gpt.py", *flags, *sizes, replicas=replicas)
+        if replicas == 1:
+            pretrain(*flags, *sizes)
+        else:
+            command("pretrain_gpt.py", *flags, *sizes, replicas=replicas)
         found.append([r["lm loss"] for r in records(metrics) if "lm loss" in r])
     assert len(found[0]) == 4
     assert found[1] == pytest.approx(found[0], rel=1e-5)
