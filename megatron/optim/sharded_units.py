@@ -44,13 +44,15 @@ class ShardedUnits:
         self.in_backward = False
         for i, unit in enumerate(self.units):
             for module in unit.modules:
-                module.register_forward_pre_hook(self._before_forward(i))
+                # A unit's later modules may come long after its first, as an output layer after a shared embedding.
+                ahead = i + 1 if module is unit.modules[0] else None
+                module.register_forward_pre_hook(self._before_forward(i, ahead))
                 if unit.kind != "ends":
                     module.register_forward_hook(self._after_forward(i))
 
-    def _before_forward(self, i: int) -> Callable[..., None]:
+    def _before_forward(self, i: int, ahead: int | None) -> Callable[..., None]:
         def run(*_: object) -> None:
-            self._need_params(i, None if self.in_backward else i + 1)
+            self._need_params(i, None if self.in_backward else ahead)
             # The loss computes gradients of the output layer in forward.
             if self.units[i].kind == "ends" and torch.is_grad_enabled() and not self.in_backward:
                 self._need_grads(i)
@@ -94,7 +96,7 @@ class ShardedUnits:
         layers, ends = ([i for i, u in enumerate(self.units) if u.kind == kind] for kind in ("layer", "ends"))
         for (
             i
-        ) in ends:  # in a pipeline, the backward of an earlier microbatch may have freed them after forward
+        ) in ends:  # the backward of an earlier microbatch may have freed them after forward, in a pipeline
             self._need_params(i, None)
             self._need_grads(i)
         if self.prefetch and layers:

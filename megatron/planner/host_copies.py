@@ -152,12 +152,13 @@ class Stage:
         """Bytes that backward of a layer and the loss need beside what layers keep, as in `stage_memory`."""
         job, layout, element, program = self.job, self.layout, self.cluster.device.element, self.program
         has_experts = any(experts for _, experts in self.chunks)
-        of_units, of_ends = sharded_units(job, layout, self.stage, element, program)
+        units = sharded_units(job, layout, self.stage, element, program)
         backward = recomputed_experts(job, layout, element, program) if has_experts else 0.0
-        backward = of_units + (backward or backward_of_a_layer(job, layout, element))
+        backward = units.first_backward + (backward or backward_of_a_layer(job, layout, element))
         if self.stage < layout.pipeline - 1:
             return backward, 0.0
-        return backward, loss_working(job, layout, element, program) + of_ends
+        loss = loss_working(job, layout, element, program) + units.loss
+        return backward, max(loss, units.after_loss)
 
     def memory(self, *, offload_state: bool) -> Memory:
         """Memory of the device. `moments` has the pieces that the optimizer updates."""

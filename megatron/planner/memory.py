@@ -298,8 +298,14 @@ def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program
     hidden = tokens * job.model.hidden_size / (layout.tensor if layout.sequence_parallel else 1)
     if stage == 0 and job.model.hidden_dropout:  # the embeddings' dropout masks (2205.05198 section 4.3)
         activations += first * hidden
-    of_units, of_ends = sharded_units(job, layout, stage, element, program)
-    working += of_units
+    units = sharded_units(job, layout, stage, element, program)
+    layer = of_layer(recompute=layout.recompute, has_experts=experts > 0)
+    microbatch = sum(
+        chunk_activations(job, layout, element, stage, chunk, program) for chunk in range(layout.chunks)
+    )
+    working = max(
+        working + units.first_backward, working + units.backward - layer, units.forward - microbatch
+    )
     if stage == layout.last_stage:
         residual = job.residual_element(element)
         # The final norm's input, and its output or, after the loss, the output's gradient.
@@ -308,7 +314,7 @@ def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program
         # the gradient of that output.
         activations += job.model.mtp_num_layers * hidden * (residual + 5 * element)
         # The loss comes before backward of the layers.
-        working = max(working, loss_working(job, layout, element, program) + of_ends)
+        working = max(working, loss_working(job, layout, element, program) + units.loss, units.after_loss)
     state = stage_state(job, layout, element, stage, program)
     return dataclasses.replace(state, activations=activations + working)
 
@@ -330,17 +336,34 @@ def stage_state(job: Job, layout: Layout, element: int, stage: int, program: Pro
     )
 
 
-def sharded_units(
-    job: Job, layout: Layout, stage: int, element: int, program: Program
-) -> tuple[float, float]:
-    """Bytes of whole gradients and parameters that ranks which shard them need, in backward of a layer and in the loss.
+@dataclasses.dataclass(frozen=True)
+class UnitMemory:
+    """Bytes of whole gradients and parameters that ranks which shard them need at some moments of a step.
 
-    The units are those of docs/parallelism.md. Backward has a layer's gradients, those of the unit before it if their
-    reduction overlaps, and two layers' parameters. The output layer is in use from the loss to the end of backward, and
-    so is the embedding if it shares its table.
+    Attributes:
+        first_backward: in backward of a stage's last layer, which comes first.
+        backward: in that of another one, when the one before is freed.
+        forward: in forward of the embedding, after the backward pass of another microbatch.
+        loss: in the loss.
+        after_loss: when backward begins, and the logits are freed.
+    """
+
+    first_backward: float = 0.0
+    backward: float = 0.0
+    forward: float = 0.0
+    loss: float = 0.0
+    after_loss: float = 0.0
+
+
+def sharded_units(job: Job, layout: Layout, stage: int, element: int, program: Program) -> UnitMemory:
+    """Whole gradients and parameters of ranks that shard them.
+
+    The units are those of docs/parallelism.md. Backward has a layer's gradients and parameters, and where exchanges
+    overlap the parameters of the next layer and the gradients of the one before, until they are reduced. The output
+    layer is in use from the loss to the end of backward, and so is the embedding if it shares its table.
     """
     if not (layout.sharded_gradients or layout.sharded_parameters):
-        return 0.0, 0.0
+        return UnitMemory()
     model, layer = job.model, largest_layer(job, layout, stage)
     shared = model.mtp_num_layers > 0 or not model.untie_embeddings_and_output_weights
     first, last = stage == 0, stage == layout.last_stage
@@ -350,15 +373,23 @@ def sharded_units(
     if first and not shared:
         ends, before = ends - embedding, embedding
     weight = element if layout.sharded_parameters else 0
-    of_layer = layer * (program.gradient + 2 * weight)
     if not program.chunked_logits:  # the units of other programs are not known
-        return of_layer, of_layer
-    reduced = program.gradient * before * layout.overlap_grad_reduce
+        of_layer = layer * (program.gradient + 2 * weight)
+        return UnitMemory(of_layer, of_layer, 0.0, of_layer)
+    overlap = layout.overlap_grad_reduce
+    of_layer = layer * (program.gradient + (1 + overlap) * weight)
+    reduced = program.gradient * before * overlap
     in_loss = ends * (weight + program.gradient) + reduced
     # The output layer's gradient is complete, and reduced, before backward of the layers.
     in_use = ends * (weight + program.gradient * (first and shared))
-    in_use += 0.0 if last else reduced
-    return in_use + of_layer, in_loss
+    in_backward = in_use + of_layer + layer * program.gradient * overlap
+    in_forward = 0.0
+    if first and not shared and layout.microbatches(job) > 1:
+        in_forward = (embedding + layer) * (weight + program.gradient * overlap)
+    # Of the backward pass before, the unit that came last is still being reduced: that of the ends, if they are shared.
+    before_backward = 0.0 if last or (first and shared) else reduced
+    first_backward, after_loss = in_use + of_layer + before_backward, in_loss + layer * weight * overlap
+    return UnitMemory(first_backward, in_backward, in_forward, in_loss, after_loss)
 
 
 def loss_working(job: Job, layout: Layout, element: int, program: Program) -> float:

@@ -88,6 +88,38 @@ def test_memory_of_a_given_layout_matches_a_dry_run(name: str, stage: int):
     assert planned.total == pytest.approx(counted["peak"], rel=0.012 if layout.splits_backward else 0.006)
 
 
+# Eight layers whose activations are small, so that whole parameters and gradients determine the peak.
+SHORT = COMMON.replace("--num-layers 16", "--num-layers 8").replace("--seq-length 4096", "--seq-length 1024")
+TIED = LLAMA.replace("--untie-embeddings-and-output-weights ", "")
+ZERO2, ZERO3 = f"{SHARDED} optim_grads", f"{SHARDED} optim_grads_params {OVERLAP}"
+FULL = "--recompute-granularity full"
+UNITS = {
+    "ZeRO2, tied": (4, f"{TIED} {ZERO2}"),
+    "ZeRO2 overlapped, tied": (4, f"{TIED} {ZERO2} {OVERLAP}"),
+    "ZeRO3": (4, f"{LLAMA} {ZERO3}"),
+    "ZeRO3, tied": (4, f"{TIED} {ZERO3}"),
+    "ZeRO3, tied, recomputed": (4, f"{TIED} {ZERO3} {FULL}"),
+    "P2 ZeRO2, tied": (8, f"{TIED} {ZERO2} {OVERLAP} {PP} 2"),
+    "P2 ZeRO3, tied": (8, f"{TIED} {ZERO3} {PP} 2"),
+    "P2 ZeRO3, recomputed": (8, f"{LLAMA} {ZERO3} {FULL} {PP} 2"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=() if x == "ZeRO3, tied" else pytest.mark.slow) for x in UNITS]
+)
+def test_memory_of_whole_units_matches_a_dry_run(name: str):
+    """Parameters and gradients that ranks gather for a layer, for the loss and for the embedding."""
+    processes, flags = UNITS[name]
+    config = config_of(f"{SHORT} {flags}")
+    gpt, layout = given_run(config, processes)
+    machine, run = cluster(processes), DryRun.from_config(config, GPT, processes)
+    for stage in range(layout.pipeline):
+        counted = run.count(stage * processes // layout.pipeline).memory
+        planned = stage_memory(gpt, layout, machine, stage, our_program(gpt, layout, machine))
+        assert planned.total == pytest.approx(counted["peak"], rel=4e-3)
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_flags_of_a_given_layout_give_it(name: str):
     """The planner's flags for a layout are those of the command, or mean the same."""
