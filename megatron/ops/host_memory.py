@@ -37,6 +37,11 @@ def point_of(device: torch.device) -> Event:
     return torch.cuda.current_stream(device).record_event() if has_streams(device) else PASSED
 
 
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device. The host does not wait for a GPU, as it would with pageable memory."""
+    return (tensor.pin_memory() if has_streams(device) else tensor).to(device, non_blocking=True)
+
+
 class CopyQueue:
     """Copies between host and device, which run in order beside the device's computation.
 

@@ -18,6 +18,7 @@ from megatron.ops.activation import activation
 from megatron.ops.backend import Ops
 from megatron.ops.compiler import CompileFn, Compiler, eager
 from megatron.ops.document_attention import attention_by_documents, make_block_mask
+from megatron.ops.host_memory import upload
 from megatron.ops.linear import fused_accumulate_wgrad
 from megatron.parallel.mesh import Axis
 from megatron.parallel.parameters import main_grad
@@ -106,9 +107,7 @@ def device_keys(keys: list[DropoutKey], layers: int, device: torch.device) -> li
     hashes = [stable_hash("dropout", key.seed, key.sample, bits=64) for key in keys]
     high, low = (torch.tensor([h >> shift & MASK for h in hashes]).unsqueeze(1) for shift in (32, 0))
     words = torch.stack(philox(torch.arange(1 + layers), high, low), dim=-1)
-    if device.type == "cuda":
-        words = words.pin_memory()
-    words = words.to(device, non_blocking=True)
+    words = upload(words, device)
     return [
         CounterKey(key.seed, key.sample, documents=key.documents, words=part)
         for key, part in zip(keys, words, strict=True)

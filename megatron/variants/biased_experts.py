@@ -42,6 +42,7 @@ class BiasedExperts(Experts):
         self.bias2 = parameter(spec, zeros)
 
     def forward(self, x_mh: Tensor, weights_m: Tensor, counts: Sequence[int] | Tensor) -> Tensor:
+        counts = self.located(counts, x_mh.device)
         numbers = torch.as_tensor(counts, device=x_mh.device)
         local = torch.arange(len(self.local), device=x_mh.device)
         expert_m = torch.repeat_interleave(local, numbers, output_size=len(x_mh))

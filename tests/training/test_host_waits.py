@@ -39,6 +39,11 @@ RUNS = {
     "Llama": ("GPT", f"{LLAMA} --ops-backend plain --recompute-granularity selective --on-non-finite stop"),
     "plain": ("GPT", "--ops-backend plain --optimizer sgd"),
     "BERT": ("BERT", f"{SCALED} {SAFE}"),
+    "mixture": (
+        "GPT",
+        "--disable-bias-linear --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-grouped-gemm "
+        "--moe-aux-loss-coeff 1e-2",
+    ),
 }
 # The graph is captured in the second iteration.
 ON_GPUS = {"CUDA graph": ("GPT", "--cuda-graph --bf16 --hidden-dropout 0 --attention-dropout 0")}

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron.model.moe.experts import Experts
 from megatron.model.moe.router import count
+from megatron.ops.host_memory import upload
 from megatron.parallel.collectives import (
     Exchange,
     gather_shards,
@@ -62,6 +63,7 @@ def sorted_rows(
     """Rows of the copies whose `key` [n · k] is below `groups`, sorted by it, and the number of rows of each group.
 
     A group has as many rows as copies, rounded up to a multiple of `multiple`, or `capacity` rows. Zeros fill its end.
+    Unless there is a capacity, the host waits for the numbers.
     """
     key = key.clamp(max=groups)
     counts = count(key, groups + 1)[:groups].long()
@@ -85,6 +87,13 @@ def sorted_rows(
     source = torch.full((total + 1,), len(key), device=key.device)
     source[place] = torch.arange(len(key), device=key.device)
     return Rows(source[:total], place, copies, padded=True, complete=complete), sizes
+
+
+def all_sorted_rows(key: Tensor, groups: int, copies: int) -> tuple[Rows, Tensor]:
+    """`sorted_rows` of keys that are all below `groups`; the numbers of rows [groups] stay on the device."""
+    order, place = key.argsort(stable=True), torch.empty_like(key)
+    place[order] = torch.arange(len(key), device=key.device)
+    return Rows(order, place, copies, padded=False, complete=True), count(key, groups).long()
 
 
 class _Take(torch.autograd.Function):
@@ -138,6 +147,7 @@ def by_all_to_all(
     axis: Axis,
     parts: int,
     capacity: int | None,
+    drops: bool,
     meanwhile: Callable[[], None],
 ) -> Tensor:
     """Weighted sum of the outputs of each token's experts, [n, h]: each row goes to the ranks that hold its expert.
@@ -146,6 +156,7 @@ def by_all_to_all(
         indices_nk: the experts; those of copies to drop are the number of all experts.
         parts: ranks that share each expert; a row goes to all of them, and their outputs are summed.
         capacity: rows that this rank sends to each expert, padded; None for as many as there are.
+        drops: there may be copies to drop.
         meanwhile: called while the rows are on their way.
     """
     local = len(experts.local)
@@ -153,26 +164,34 @@ def by_all_to_all(
     part = torch.arange(parts, device=x_nh.device)
     key = ((owner.unsqueeze(-1) * parts + part) * local + expert.unsqueeze(-1)).flatten()
     multiple = experts.row_multiple(len(key)) if axis.size == 1 else 1
-    rows, sizes = sorted_rows(
-        key, axis.size * local, indices_nk.shape[1] * parts, capacity=capacity, multiple=multiple
-    )
+    groups, copies = axis.size * local, indices_nk.shape[1] * parts
+    sizes: list[int] | Tensor
+    if not drops and (axis.size > 1 or (experts.grouped and multiple == 1)):
+        rows, sizes = all_sorted_rows(key, groups, copies)
+    else:
+        rows, sizes = sorted_rows(key, groups, copies, capacity=capacity, multiple=multiple)
     x_mh = rows.take(x_nh)
     weights_m = rows.take_copies(weights_nk.unsqueeze(-1).expand(-1, -1, parts))
     if axis.size == 1:
         meanwhile()
         return rows.add(experts(x_mh, weights_m, sizes))
-    sizes_rl = torch.tensor(sizes, device=x_nh.device).view(axis.size, local)
+    sizes = upload(torch.tensor(sizes), x_nh.device) if isinstance(sizes, list) else sizes
+    sizes_rl = sizes.view(axis.size, local)
     ones = [1] * axis.size
     received_rl = start_all_to_all(sizes_rl, axis, ones, ones).wait()
-    sent, received = sizes_rl.sum(1).tolist(), received_rl.sum(1).tolist()
+    sent, received = torch.stack((sizes_rl, received_rl)).sum(2).tolist()
     rows_there = Exchange(x_mh, axis, sent, received)
     weights_there = Exchange(weights_m, axis, sent, received)
     meanwhile()
     x_mh, weights_m = rows_there.wait(), weights_there.wait()
     # From the order of ranks, each with its rows by expert, to that of experts.
     expert_of_row = torch.arange(local, device=x_nh.device).repeat(axis.size)
-    key = expert_of_row.repeat_interleave(received_rl.flatten())
-    regrouped, sizes = sorted_rows(key, local, 1, multiple=experts.row_multiple(len(key)))
+    key = expert_of_row.repeat_interleave(received_rl.flatten(), output_size=sum(received))
+    multiple = experts.row_multiple(len(key))
+    if experts.grouped and multiple == 1:
+        regrouped, sizes = all_sorted_rows(key, local, 1)
+    else:
+        regrouped, sizes = sorted_rows(key, local, 1, multiple=multiple)
     y_mh = experts(regrouped.take(x_mh), regrouped.take_copies(weights_m), sizes)
     return rows.add(Exchange(regrouped.add(y_mh), axis, received, sent).wait())
 

@@ -18,6 +18,7 @@ from megatron.model.config import ModelConfig
 from megatron.model.context import ModelContext
 from megatron.model.mlp import input_init, output_init
 from megatron.ops.backend import Ops
+from megatron.ops.host_memory import upload
 from megatron.parallel.parameters import main_grad, parameter
 from megatron.parallel.slices import GlobalSlice, Range, intersections
 
@@ -60,13 +61,21 @@ class Experts(nn.Module):
         """Outputs times `weights_m`, [m, h].
 
         Args:
-            counts: number of rows of each local expert, in whose order the rows are.
+            counts: number of rows of each local expert, in whose order the rows are; a tensor on their device, or known
+                to the host.
         """
+        counts = self.located(counts, x_mh.device)
         x_mf = self.ops.activation(
             self.product(x_mh, self.weight1, counts, transposed=False), self.activation
         )
         return self.product(
             x_mf * weights_m.unsqueeze(1).to(x_mf.dtype), self.weight2, counts, transposed=True
+        )
+
+    def located(self, counts: Sequence[int] | Tensor, device: torch.device) -> Sequence[int] | Tensor:
+        """The same numbers where the products read them: on the device if they are grouped."""
+        return (
+            upload(torch.tensor(counts), device) if self.grouped and isinstance(counts, Sequence) else counts
         )
 
     def row_multiple(self, rows: int) -> int:
@@ -78,7 +87,7 @@ class Experts(nn.Module):
         self, x: Tensor, weight: Tensor, counts: Sequence[int] | Tensor, *, transposed: bool
     ) -> Tensor:
         """x Wₑᵀ, or x Wₑ if W is stored transposed, for the rows of each expert e."""
-        return _Product.apply(x, weight, counts, len(self.local), transposed, self.grouped, self.ops)
+        return _Product.apply(x, weight, counts, len(self.local), transposed, self.ops)
 
 
 def _joined(ranges: list[Range]) -> tuple[Range, ...]:
@@ -94,22 +103,22 @@ class _Product(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         weight: Tensor,
-        counts: Sequence[int],
+        counts: Sequence[int] | Tensor,
         experts: int,
         transposed: bool,
-        grouped: bool,
         ops: Ops,
     ) -> Tensor:
-        ctx.counts, ctx.transposed, ctx.grouped, ctx.ops = counts, transposed, grouped, ops
+        groups = counts.cumsum(0).to(torch.int32) if isinstance(counts, Tensor) else counts
+        ctx.groups, ctx.transposed, ctx.ops = groups, transposed, ops
         ctx.shape = (experts, -1, weight.shape[1])
         ctx.main_grad = main_grad(weight)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         by_expert = weight.view(ctx.shape)
-        return _products(x, by_expert if transposed else by_expert.mT, counts, grouped)
+        return _products(x, by_expert if transposed else by_expert.mT, groups)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight), counts = ctx.saved_tensors, ctx.counts
+        x, weight = ctx.saved_tensors
         by_expert, grad = weight.view(ctx.shape), grad.contiguous()
         grad_x = grad_weight = None
         if ctx.needs_input_grad[1]:
@@ -117,34 +126,32 @@ class _Product(torch.autograd.Function):
             if target is None:
                 target = grad_weight = torch.zeros_like(weight)
             left, right = (x, grad) if ctx.transposed else (grad, x)
-            _accumulate(target.view(ctx.shape), left, right, counts, ctx.grouped, ctx.ops)
+            _accumulate(target.view(ctx.shape), left, right, ctx.groups, ctx.ops)
         if ctx.needs_input_grad[0]:
             other = by_expert.mT if ctx.transposed else by_expert
-            grad_x = _products(grad, other, counts, ctx.grouped)
-        return grad_x, grad_weight, None, None, None, None, None
+            grad_x = _products(grad, other, ctx.groups)
+        return grad_x, grad_weight, None, None, None, None
 
 
-def _products(x: Tensor, matrices: Tensor, counts: Sequence[int], grouped: bool) -> Tensor:
+# The end of each expert's rows for a grouped product, or the number of its rows for products one by one.
+Groups = Sequence[int] | Tensor
+
+
+def _products(x: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
     """x Mₑ for the rows of each expert: x [m, a] and M [experts, a, b] to [m, b]."""
-    if grouped:
-        return F.grouped_mm(x, matrices, offs=_ends(counts, x.device))
+    if isinstance(groups, Tensor):
+        return F.grouped_mm(x, matrices, offs=groups)
     out = x.new_empty(len(x), matrices.shape[2])
-    for rows, result, matrix in zip(x.split(counts), out.split(counts), matrices, strict=True):
+    for rows, result, matrix in zip(x.split(groups), out.split(groups), matrices, strict=True):
         torch.mm(rows, matrix, out=result)
     return out
 
 
-def _accumulate(
-    target: Tensor, left: Tensor, right: Tensor, counts: Sequence[int], grouped: bool, ops: Ops
-) -> None:
+def _accumulate(target: Tensor, left: Tensor, right: Tensor, groups: Groups, ops: Ops) -> None:
     """targetₑ += leftᵀ right over the rows of each expert: target [experts, a, b], left [m, a], right [m, b]."""
-    if grouped:
-        target += F.grouped_mm(left.t(), right, offs=_ends(counts, left.device))
+    if isinstance(groups, Tensor):
+        target += F.grouped_mm(left.t(), right, offs=groups)
         return
-    for matrix, a, b in zip(target, left.split(counts), right.split(counts), strict=True):
+    for matrix, a, b in zip(target, left.split(groups), right.split(groups), strict=True):
         if len(a):
             ops.accumulate_wgrad(matrix, a.t(), b)
-
-
-def _ends(counts: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(counts, device=device).cumsum(0).to(torch.int32)

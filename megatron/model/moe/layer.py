@@ -102,7 +102,8 @@ class MoELayer(nn.Module):
         if axis.size > 1 and self.config.moe_token_dispatcher_type == "allgather" and trains:
             return by_all_gather(x_nh, weights_nk, indices_nk, experts, axis, capacity)
         parts = self.context.expert_tp
-        return by_all_to_all(x_nh, weights_nk, indices_nk, experts, axis, parts, capacity, meanwhile)
+        drops = self.config.moe_expert_capacity_factor is not None
+        return by_all_to_all(x_nh, weights_nk, indices_nk, experts, axis, parts, capacity, drops, meanwhile)
 
 
 class SharedExpert(MLP):

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.data.zigzag import Zigzag
 from megatron.model.context import ModelContext
 from megatron.model.moe import layer
-from megatron.model.moe.dispatch import Rows, by_all_gather, by_all_to_all, sorted_rows
+from megatron.model.moe.dispatch import Rows, all_sorted_rows, by_all_gather, by_all_to_all, sorted_rows
 from megatron.model.moe.experts import Experts
 from megatron.model.moe.layer import dropped_copies
 from megatron.ops.backend import PLAIN, Ops
@@ -88,7 +88,7 @@ def dispatched(flags: str, gathers: bool, capacity: int | None, ops: Ops = PLAIN
         if gathers:
             out = by_all_gather(x, weights, indices, experts, axis, capacity)
         else:
-            arguments = experts, axis, context.expert_tp, capacity
+            arguments = experts, axis, context.expert_tp, capacity, True
             out = by_all_to_all(x, weights, indices, *arguments, lambda: None)
         leaves = [x, weights, experts.weight1, experts.weight2]
         found = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
@@ -148,6 +148,14 @@ def test_rows_are_sorted_by_expert_and_token() -> None:
     rows, sizes = sorted_rows(key, 2, 2)
     assert sizes == [2, 3] and taken(rows) == [10, 20, 10, 20, 30]
     assert rows.add(torch.tensor([[1.0], [2], [4], [8], [16]])).squeeze(1).tolist() == [5, 10, 16]
+
+
+def test_rows_whose_numbers_stay_on_the_device() -> None:
+    key = torch.tensor([1, 0, 0, 1, 3, 1])
+    (rows, sizes), (found, on_device) = sorted_rows(key, 4, 2), all_sorted_rows(key, 4, 2)
+    assert on_device.tolist() == sizes and taken(found) == taken(rows)
+    x = torch.randn(6, 1)
+    assert torch.equal(found.add(x), rows.add(x))
 
 
 def test_rows_are_padded_to_the_capacity() -> None:
