@@ -61,7 +61,10 @@ def fill_tiles_(draw: Draw, tensor: Tensor, shard: GlobalSlice, seed: int, name:
         for i in range(whole.rows[0] // TILE * TILE, whole.rows[1], TILE)
         for j in range(whole.columns[0] // TILE * TILE, whole.columns[1], TILE)
     ]
-    with ThreadPoolExecutor(max(1, min(len(tiles), own_cores()))) as pool:
+    if len(tiles) == 1:
+        fill(*tiles[0])
+        return
+    with ThreadPoolExecutor(own_cores()) as pool:
         list(pool.map(fill, *zip(*tiles, strict=True)))
 
 
