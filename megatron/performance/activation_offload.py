@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ from megatron.training.stage import StageModel
 
 # Storages of fewer bytes stay on the device: masks of small batches, statistics of norms.
 MIN_BYTES = 1 << 20
+# Memory of the host over what is needed of it: for one storage, and for all of them.
+SPARE = 1.25
 
 
 def offload_activations(config: RunConfig, model: StageModel, device: torch.device) -> None:
@@ -50,10 +52,12 @@ class Activation:
 
     Attributes:
         flat: [elements] all of it, on the device; None while it is on the host only.
-        on_host: its copy, of the same shape.
+        elements: number of elements.
+        on_host: [elements or more] memory of the host, which begins with its copy.
     """
 
     flat: Tensor | None
+    elements: int
     on_host: Tensor | None = None
 
 
@@ -87,24 +91,86 @@ class Pass:
     ready: Event = PASSED
 
 
+class HostMemory:
+    """Memory of the host for copies of activations, which is reused.
+
+    The sizes of activations may differ from step to step: a router chooses how many rows an expert has. So memory that
+    is a little larger is taken too, and free memory is given up, so that all of it together is little more than the
+    most that was in use at once.
+
+    Attributes:
+        free: by dtype and bytes, memory with the point after which it may be overwritten; sizes that came back last
+            stand last.
+        used, most_used, total: bytes in use, the most at once, and those that are free too.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.free: dict[tuple[torch.dtype, int], list[tuple[Tensor, Event]]] = {}
+        self.used = self.most_used = self.total = 0
+
+    def take(self, like: Tensor, finish_copies: Callable[[], None]) -> tuple[Tensor, Event]:
+        """Return memory for a copy of a tensor [n], and the point after which it may be overwritten.
+
+        Args:
+            finish_copies: waits for all copies from and to memory that is free.
+        """
+        key = like.dtype, like.nbytes
+        if key not in self.free:
+            larger = (
+                k for k in self.free if k[0] == like.dtype and like.nbytes < k[1] <= SPARE * like.nbytes
+            )
+            key = min(larger, key=lambda k: k[1], default=key)
+        if key in self.free:
+            found, ready = self._pop(key)
+        else:
+            self._make_room(like.nbytes, finish_copies)
+            found, ready = host_zeros(like.numel(), like.dtype, self.device), PASSED
+            self.total += found.nbytes
+        self.used += found.nbytes
+        self.most_used = max(self.most_used, self.used)
+        return found, ready
+
+    def give_back(self, x: Tensor, ready: Event) -> None:
+        """Take memory back that may be overwritten after a point."""
+        key = x.dtype, x.nbytes
+        self.used -= x.nbytes
+        others = self.free.pop(key, [])
+        others.append((x, ready))
+        self.free[key] = others
+
+    def _make_room(self, size: int, finish_copies: Callable[[], None]) -> None:
+        """Give up free memory until `size` bytes more are at most SPARE times the most in use."""
+        limit = SPARE * max(self.most_used, self.used + size)
+        if self.free and self.total + size > limit:
+            finish_copies()
+        while self.free and self.total + size > limit:
+            self.total -= self._pop(next(iter(self.free)))[0].nbytes
+
+    def _pop(self, key: tuple[torch.dtype, int]) -> tuple[Tensor, Event]:
+        found = self.free[key].pop()
+        if not self.free[key]:
+            del self.free[key]
+        return found
+
+
 class HostCopies:
-    """Copies of activations to the host and back, and the memory for them, which is reused."""
+    """Copies of activations to the host and back."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.to_host, self.to_device = CopyQueue(device), CopyQueue(device)
         self.leaving: list[Pass] = []
-        # Memory of the host that is free, by size and dtype, with the point after which it may be overwritten.
-        self.free: dict[tuple[int, torch.dtype], list[tuple[Tensor, Event]]] = collections.defaultdict(list)
+        self.memory = HostMemory(device)
 
     def leave(self, done: Pass) -> None:
         """Start to copy the activations of a pass, which has just ended, to the host."""
         pairs, after = [], [point_of(self.device)]
         for activation in done.activations.values():
             assert activation.flat is not None
-            activation.on_host, event = self._memory_for(activation.flat)
+            activation.on_host, event = self.memory.take(activation.flat, self._finish)
             after.append(event)
-            pairs.append((activation.on_host, activation.flat))
+            pairs.append((activation.on_host[: activation.elements], activation.flat))
         if pairs:
             done.ready = self.to_host.copy(pairs, after)
             done.is_leaving = True
@@ -120,13 +186,14 @@ class HostCopies:
             pairs = []
             for activation in wanted.activations.values():
                 assert activation.on_host is not None
-                activation.flat = torch.empty_like(activation.on_host, device=self.device)
-                pairs.append((activation.flat, activation.on_host))
+                copy = activation.on_host[: activation.elements]
+                activation.flat = torch.empty_like(copy, device=self.device)
+                pairs.append((activation.flat, copy))
             wanted.ready = self.to_device.copy(pairs, [point_of(self.device)])
         for activation in wanted.activations.values():
             x, activation.on_host = activation.on_host, None
             assert x is not None
-            self.free[x.numel(), x.dtype].append((x, wanted.ready))
+            self.memory.give_back(x, wanted.ready)
 
     def wait(self, wanted: Pass) -> None:
         """Let the current stream wait until the activations of a pass are on the device."""
@@ -143,9 +210,9 @@ class HostCopies:
             for activation in left.activations.values():
                 activation.flat = None
 
-    def _memory_for(self, x: Tensor) -> tuple[Tensor, Event]:
-        free = self.free[x.numel(), x.dtype]
-        return free.pop() if free else (host_zeros(x.numel(), x.dtype, self.device), PASSED)
+    def _finish(self) -> None:
+        self.to_host.synchronize()
+        self.to_device.synchronize()
 
 
 class OffloadedLayers:
@@ -199,7 +266,7 @@ class OffloadedLayers:
                 return x
             if key not in this.activations:
                 elements = x.untyped_storage().nbytes() // x.element_size()
-                this.activations[key] = Activation(x.detach().as_strided((elements,), (1,), 0))
+                this.activations[key] = Activation(x.detach().as_strided((elements,), (1,), 0), elements)
             return View(this.activations[key], x.dtype, x.shape, x.stride(), x.storage_offset())
 
         def unpack(saved: Tensor | View) -> Tensor:
