@@ -14,7 +14,8 @@ from megatron.pretrain_gpt import GPT
 
 def test_a_run_prints_its_stacks_when_a_signal_ends_it(monkeypatch) -> None:
     config = types.SimpleNamespace(
-        data=None,
+        data=types.SimpleNamespace(padding_free=False),
+        training=types.SimpleNamespace(device="cpu"),
         model=ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, max_position_embeddings=8),
         checkpoint=CheckpointConfig(),
         parallel=ParallelConfig(),
