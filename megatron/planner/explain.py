@@ -71,8 +71,8 @@ def other_choices(best: Plan, job: Job, cluster: Cluster) -> Iterator[tuple[str,
         ("1F1B or interleaving", {"pipeline_schedule": None}),
         ("schedule zb-h1", {"pipeline_schedule": "zb-h1", "chunks": 1}),
         ("schedule zb-v", {"pipeline_schedule": "zb-v", "chunks": 2, "balanced": False}),
-        ("stages of equal numbers of layers", {"balanced": False}),
-        ("stages of equal work", {"balanced": True, "chunks": 1}),
+        ("stages of equal numbers of layers", {"balanced": False, "division": None}),
+        ("stages of equal work", {"balanced": True, "division": None, "chunks": 1}),
         (f"microbatch {2 * b}", {"micro_batch_size": 2 * b}),
         (f"microbatch {b // 2}", {"micro_batch_size": b // 2}),
         ("no recomputation", {"recompute": "none"}),
@@ -90,6 +90,8 @@ def other_choices(best: Plan, job: Job, cluster: Cluster) -> Iterator[tuple[str,
     seen = [layout]
     for words, change in changes:
         other = dataclasses.replace(layout, **{"overlap_grad_reduce": overlap} | change)
+        if (other.pipeline, other.chunks) != (layout.pipeline, layout.chunks):
+            other = dataclasses.replace(other, division=None)
         if not _divides(other, job, cluster):
             continue
         other = _adjusted(other, job)
@@ -120,10 +122,12 @@ def _adjusted(layout: Layout, job: Job) -> Layout:
         fitting = (
             dataclasses.replace(layout, chunks=v) for v in range(1, min(layout.chunks, MAX_CHUNKS) + 1)
         )
-        possible = [other.chunks for other in fitting if layout.pipeline_schedule in schedules(job, other)]
+        possible = [other.chunks for other in fitting if _is_possible(job, other)]
         if not possible:
             layout, possible = dataclasses.replace(layout, pipeline_schedule=None), [1]
         chunks = max(possible)
+    if chunks != layout.chunks:
+        layout = dataclasses.replace(layout, division=None)
     if p == 1:
         layout = dataclasses.replace(layout, pipeline_schedule=None)
     replicated = layout.replicas > 1
@@ -133,7 +137,7 @@ def _adjusted(layout: Layout, job: Job) -> Layout:
     return dataclasses.replace(
         layout,
         chunks=chunks,
-        balanced=layout.balanced and p > 1 and chunks == 1,
+        balanced=layout.balanced and p > 1,
         sequence_parallel=layout.sequence_parallel and can_sequence_parallel(job, layout),
         distributed_optimizer=layout.distributed_optimizer and replicated,
         sharded_gradients=layout.sharded_gradients and shards,
@@ -141,6 +145,21 @@ def _adjusted(layout: Layout, job: Job) -> Layout:
         instances=layout.instances if sharded and divides else 1,
         overlap_grad_reduce=layout.overlap_grad_reduce and replicated and not layout.splits_backward,
     )
+
+
+def _is_possible(job: Job, layout: Layout) -> bool:
+    """Return True if the schedule of a layout runs with its chunks; a search does not have all that are given."""
+    name, several = layout.pipeline_schedule, layout.chunks > 1
+    alike = {"gpipe": None, "breadth-first": None, "auto": "zb-v" if several else None}.get(name or "", name)
+    if (name == "gpipe" and several) or (name == "breadth-first" and not several):
+        return False
+    if alike in schedules(job, layout):
+        return True
+    # Given stages may be uneven where no even ones are possible.
+    uneven = (layout.balanced or layout.division is not None) and not layout.splits_layers(job)
+    if several:
+        return uneven and alike is None and layout.microbatches(job) % layout.pipeline == 0
+    return uneven and alike in (None, "zb-h1", "zb-h2")
 
 
 def why_not(other: Layout, best: Plan, job: Job, cluster: Cluster) -> str:

@@ -242,6 +242,38 @@ def test_single_changes_change_something(plan):
 
 
 @pytest.mark.parametrize(
+    ("stages", "even"),
+    [
+        (
+            "--decoder-first-pipeline-num-layers 19 --decoder-last-pipeline-num-layers 19",
+            "as fast|[0-9.]+% faster",
+        ),
+        ("--pipeline-schedule gpipe", ""),
+        ("--pipeline-schedule auto", ""),
+    ],
+)
+def test_single_changes_keep_the_rest(plan, stages: str, even: str):
+    """Uneven stages belong to a number of stages, and schedules that a search does not try stay."""
+    command = LLAMA_70B.replace("--num-layers-per-virtual-pipeline-stage 2 ", "").replace(
+        "size 8 --", "size 4 --"
+    )
+    command = command.replace(
+        "--tensor-model-parallel-size 4 --sequence", "--tensor-model-parallel-size 8 --sequence"
+    )
+    command = command.replace("--overlap-grad-reduce", "").replace("batch-size 2048", "batch-size 32")
+    out = plan(f"--gpu h100 --gpus 64 -- {command} {stages}")
+    assert re.search("^T8 P4 D2, (uneven stages|gpipe|auto), microbatch 1", out, re.MULTILINE)
+    changes = out.split("Single changes to it:\n")[1]
+    assert "T4 P8 " in changes and "full recomputation " in changes
+    assert bool(re.search("stages of equal numbers of layers +", changes)) == bool(even)
+    if even:
+        assert re.search(f"stages of equal numbers of layers +({even})", changes), changes
+    else:
+        # Only the change of the schedule makes it 1F1B.
+        assert "1F1B or interleaving " in changes and "no interleaving" not in changes
+
+
+@pytest.mark.parametrize(
     ("flags", "message"),
     [
         ("--gpus 1024 --seq-length 4 -- {}", "--seq-length has no place before --"),
