@@ -131,7 +131,7 @@ def _adjusted(layout: Layout, job: Job) -> Layout:
     if p == 1:
         layout = dataclasses.replace(layout, pipeline_schedule=None)
     replicated = layout.replicas > 1
-    shards = replicated and can_shard_parameters(job, layout)
+    shards = replicated and can_shard_parameters(layout)
     sharded = shards and (layout.sharded_gradients or layout.sharded_parameters)
     divides = layout.replicas % layout.instances == 0 and layout.replicas > layout.instances
     return dataclasses.replace(

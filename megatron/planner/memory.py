@@ -364,7 +364,7 @@ def sharded_units(job: Job, layout: Layout, stage: int, element: int, program: P
     """
     if not (layout.sharded_gradients or layout.sharded_parameters):
         return UnitMemory()
-    model, layer = job.model, largest_layer(job, layout, stage)
+    model, layer = job.model, largest_layer(job, layout, stage, replicated=True)
     shared = model.mtp_num_layers > 0 or not model.untie_embeddings_and_output_weights
     first, last = stage == 0, stage == layout.last_stage
     embedding = end_parameters(job, layout.tensor, first=True, last=False) if first else 0.0

@@ -124,11 +124,17 @@ def largest_stage(job: Job, layout: Layout) -> int:
     return max(layout.distinct_stages(job), key=lambda stage: sizes[stage][0] + sizes[stage][1] * experts)
 
 
-def largest_layer(job: Job, layout: Layout, stage: int) -> float:
-    """Number of parameters of the largest layer of a stage on one rank."""
+def largest_layer(job: Job, layout: Layout, stage: int, *, replicated: bool = False) -> float:
+    """Number of parameters of the largest layer of a stage on one rank.
+
+    If `replicated`, without experts that one rank alone has, which are neither gathered nor reduced.
+    """
+    sizes = [layer_parameters(job, layout.tensor)]
     if any(experts for _, experts in layout.layers(job)[stage]):
-        return layer_parameters(job, layout.tensor, has_experts=True) + expert_parameters(job, layout)
-    return layer_parameters(job, layout.tensor)
+        alone = replicated and layout.expert_shards == 1
+        routed = 0.0 if alone else expert_parameters(job, layout)
+        sizes.append(layer_parameters(job, layout.tensor, has_experts=True) + routed)
+    return max(sizes)
 
 
 def owned_parameters(job: Job, layout: Layout, stage: int) -> float:

@@ -107,7 +107,7 @@ def _frugal_layouts(job: Job, cluster: Cluster) -> Iterator[Layout]:
                 yield dataclasses.replace(
                     layout,
                     sequence_parallel=can_sequence_parallel(very_long, layout),
-                    sharded_parameters=ranks > 1 and can_shard_parameters(job, layout),
+                    sharded_parameters=ranks > 1 and can_shard_parameters(layout),
                 )
 
 

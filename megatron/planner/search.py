@@ -17,7 +17,6 @@ from megatron.planner.our_program import fits_memory, memory_of, simulator_of, s
 from megatron.planner.simulate import Step
 from megatron.planner.space import (
     can_sequence_parallel,
-    can_shard_parameters,
     can_tensor_parallel,
     context_sizes,
     count_variants,
@@ -30,8 +29,8 @@ from megatron.planner.space import (
 
 # Forward passes of a step up to which the schedule auto is tried.
 MAX_AUTO_PASSES = 1024
-# For the smallest cluster: more replicas save hardly any memory, unless they shard the parameters.
-MAX_REPLICAS, MAX_SHARDS = 16, 1024
+# Replicas of the smallest cluster: more save hardly any memory.
+MAX_SHARDS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,13 +197,10 @@ def _frugal_layouts(job: Job, cluster: Cluster) -> Iterator[Layout]:
     """Yield layouts of whole nodes with every way to save memory and with single samples as microbatches."""
     most = cluster.nvlink_domain or 2 * cluster.per_node
     sizes = [t for t in range(1, most + 1) if can_tensor_parallel(job, t)]
-    # More replicas shard the optimizer's state further, or the parameters; experts are divided among them.
-    some = max(MAX_REPLICAS, job.model.num_experts or 0)
+    # More replicas shard the state and the parameters further, and divide the experts.
     axes = itertools.product(sizes, pipeline_sizes(job), context_sizes(job, MAX_SHARDS))
     for t, p, context in axes:
-        shards = can_shard_parameters(job, Layout())
-        most = MAX_SHARDS if shards else some
-        for data in (d for d in range(1, most + 1) if job.global_batch_size % d == 0):
+        for data in (d for d in range(1, MAX_SHARDS + 1) if job.global_batch_size % d == 0):
             layout = Layout(
                 tensor=t,
                 context=context,
@@ -213,7 +209,7 @@ def _frugal_layouts(job: Job, cluster: Cluster) -> Iterator[Layout]:
                 expert=max(e for e, parts in expert_sizes(job, data * context * t) if parts == 1),
                 recompute="full",
                 distributed_optimizer=data * context > 1,
-                sharded_parameters=shards and data * context > 1,
+                sharded_parameters=data * context > 1,
             )
             if layout.processes <= cluster.per_node or layout.processes % cluster.per_node == 0:
                 yield dataclasses.replace(layout, sequence_parallel=can_sequence_parallel(job, layout))

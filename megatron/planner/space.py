@@ -65,12 +65,12 @@ def can_sequence_parallel(job: Job, layout: Layout) -> bool:
     return layout.tensor > 1 and job.seq_length % (layout.tensor * chunks) == 0
 
 
-def can_shard_parameters(job: Job, layout: Layout) -> bool:
-    """Return True if replicas may shard gradients and parameters: without experts, which are divided.
+def can_shard_parameters(layout: Layout) -> bool:
+    """Return True if replicas may shard gradients and parameters.
 
     Schedules that split backward passes compute a layer's gradients in several passes.
     """
-    return job.model.num_experts is None and not layout.splits_backward
+    return not layout.splits_backward
 
 
 def context_sizes(job: Job, ranks: int) -> list[int]:
@@ -145,16 +145,18 @@ def gains_by_division(job: Job, shape: Layout) -> bool:
 def shardings(job: Job, shape: Layout, cluster: Cluster) -> list[dict[str, Any]]:
     """Fields of the ways to shard over the replicas: each less memory, and more communication, than the one before.
 
-    Parameters are also sharded within an NVLink domain only (hybrid sharding).
+    Parameters are also sharded within an NVLink domain only (hybrid sharding), without experts, whose replicas are
+    others.
     """
     if shape.replicas == 1:
         return [{}]
     optimizer = {"distributed_optimizer": True}
     found: list[dict[str, Any]] = [{}, optimizer]
-    if can_shard_parameters(job, shape):
+    if can_shard_parameters(shape):
         found.append(optimizer | {"sharded_gradients": True})
         within = shape.data_group(cluster).per_domain
-        if 1 < within < shape.replicas and shape.replicas % within == 0:
+        dense = job.model.num_experts is None
+        if dense and 1 < within < shape.replicas and shape.replicas % within == 0:
             instances = shape.replicas // within
             found.append(optimizer | {"sharded_parameters": True, "instances": instances})
         found.append(optimizer | {"sharded_parameters": True})

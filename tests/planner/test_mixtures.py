@@ -48,6 +48,8 @@ SHAPES = {
 LAYOUTS = {
     "one": Layout(),
     "E4": Layout(data=4, expert=4, distributed_optimizer=True),
+    "E2 ZeRO-2": Layout(data=4, expert=2, sharded_gradients=True, overlap_grad_reduce=True),
+    "E2 ZeRO-3": Layout(data=4, expert=2, sharded_parameters=True, overlap_grad_reduce=True),
     "T2 E2": Layout(tensor=2, data=2, expert=2, sequence_parallel=True, distributed_optimizer=True),
     "T2 E2T2": Layout(tensor=2, data=2, expert=2, expert_tensor=2),
     "P4 E2": Layout(pipeline=4, data=2, expert=2),
@@ -58,6 +60,8 @@ CASES = [
     pytest.param(shape, name, marks=() if (shape, name) in QUICK else pytest.mark.slow)
     for shape in SHAPES
     for name in LAYOUTS
+    # Units count as the largest layer, and of qwen's only every second one has experts.
+    if (shape, name) != ("qwen", "E2 ZeRO-3")
 ]
 
 

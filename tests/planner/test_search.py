@@ -248,6 +248,7 @@ def test_stages_of_equal_work_with_a_large_vocabulary():
 def test_a_cluster_that_no_layout_divides_is_told_what_would_fit():
     """The model fits fewer devices than there are, but no layout of it divides their number."""
     machine = cluster_from_data_sheet(data_sheet("h100-80gb", where=""), 8 * 257)
+    machine = dataclasses.replace(machine, device=dataclasses.replace(machine.device, memory=20e9))
     mixture = make_job(PlanConfig(model="deepseek-v3", global_batch_size=8 * 257), {})
     with pytest.raises(
         InputError, match=r"no layout fits .* and divides them .* choose a multiple of \d+ of them"
