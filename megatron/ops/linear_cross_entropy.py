@@ -131,16 +131,17 @@ class _Chunks:
         x = (all_gather(x_sbh, axis) if self.sequence_parallel else x_sbh).flatten(0, 1)
         losses = torch.empty_like(self.index, dtype=torch.float32)
         grad_x, grad_weight, grad_bias = torch.empty_like(x), None, None
-        rows = max(ops.chunk_bytes // (len(weight) * weight.element_size()), 1)
-        for begin in range(0, max(len(x), 1), rows):
-            part = slice(begin, begin + rows)
+
+        # A function, so that the logits of a chunk are freed before those of the next exist.
+        def compute_chunk(part: slice) -> None:
+            nonlocal grad_weight, grad_bias
             logits = ops.matmul(x[part], weight, bias)
             if ops.softcap is not None:
                 logits.div_(ops.softcap).tanh_().mul_(ops.softcap)
             log_sum, label_logit = self._log_sum(logits, self.index[part])
             losses[part] = log_sum - label_logit
             if grad is None:
-                continue
+                return
             for piece in self._pieces(logits, log_sum, grad[part], self.index[part]):
                 ops.run(_logits_to_grad, *piece, self.valid, ops.softcap)
             grad_x[part] = ops.matmul(logits, weight.t(), None)
@@ -150,6 +151,10 @@ class _Chunks:
                 ops.accumulate_wgrad(total, logits.t(), x[part])
             if bias is not None:
                 grad_bias = _add(grad_bias, logits.sum(0))
+
+        rows = max(ops.chunk_bytes // (len(weight) * weight.element_size()), 1)
+        for begin in range(0, max(len(x), 1), rows):
+            compute_chunk(slice(begin, begin + rows))
         if grad is None:
             return losses, ()
         start = start_reduce_scatter if self.sequence_parallel else start_all_reduce

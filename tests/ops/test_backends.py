@@ -375,7 +375,7 @@ def peak_bytes(function: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("known", [False, True])
 def test_peak_memory_of_chunked_logits(known: bool) -> None:
-    """The peak is below an eighth of the memory of unchunked logits."""
+    """Logits of one chunk exist, in fp32 those of a piece, twice."""
     rows, tokens = 12864, 2048
     weight = random(rows, 8).bfloat16().requires_grad_()
 
@@ -396,7 +396,8 @@ def test_peak_memory_of_chunked_logits(known: bool) -> None:
         )
         losses.sum().backward()
 
-    assert 8 * peak_bytes(loss) < tokens * rows * (2 + 4)
+    chunk, piece = 1 << 22, 1 << 20
+    assert peak_bytes(loss) < 1.15 * (chunk + 2 * 2 * piece)
 
 
 def skip_without_onednn(dtype: torch.dtype) -> None:
