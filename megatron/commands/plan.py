@@ -199,7 +199,7 @@ def plan_given(config: PlanConfig, args: dict[str, Any], command: list[str]) -> 
             f"--{name.replace('_', '-')} has no place before --: the command after it says what to plan"
         )
     cluster = make_cluster(config)
-    flags = [*training_flags(command), "--dry-run"]
+    flags = [*training_flags(command, cluster.devices), "--dry-run"]
     run = parse_run_config([*flags, "--world-size", str(cluster.devices)], description="", defaults=DEFAULTS)
     job, layout = given_run(run, cluster.devices)
     check_precision(job.fp8_format, cluster.device)
@@ -222,21 +222,24 @@ def plan_given(config: PlanConfig, args: dict[str, Any], command: list[str]) -> 
         write_trace(simulator_of(job, layout, cluster), Path(config.trace))
 
 
-def training_flags(command: list[str]) -> list[str]:
+def training_flags(command: list[str], devices: int) -> list[str]:
     """Flags of pretrain_gpt.py in a command, which may be those flags alone.
 
     Raises:
-        InputError: it starts another program, whose flags or model would be others.
+        InputError: it starts another program, or another number of processes than there are devices.
     """
+    from megatron.commands.verify import parse_command
+
     if not command or command[0].startswith("-"):
         return command
-    programs = [i for i, word in enumerate(command) if Path(word).name in ("pretrain_gpt.py", "pretrain-gpt")]
-    if not programs:
+    script, processes, flags = parse_command(command)
+    if script != "pretrain_gpt":
+        raise InputError(f"-- {script}.py: only commands of pretrain_gpt.py are planned")
+    if processes not in (None, devices):
         raise InputError(
-            f"-- {command[0]}: only commands of pretrain_gpt.py are planned; give its flags, or the command that "
-            "starts it"
+            f"-- {command[0]}: starts {processes} processes, and the cluster has {devices} devices; make them equal"
         )
-    return command[programs[0] + 1 :]
+    return flags
 
 
 def check_files(config: PlanConfig) -> None:

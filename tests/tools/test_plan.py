@@ -234,7 +234,7 @@ def test_single_changes_change_something(plan):
     )
     for overlap in ("--overlap-grad-reduce", ""):
         flags = command.replace("--overlap-grad-reduce", overlap)
-        out = plan(f"--gpu h100 --gpus 64 -- torchrun --nproc-per-node 8 pretrain_gpt.py {flags}")
+        out = plan(f"--gpu h100 --gpus 64 -- torchrun --nnodes 8 --nproc-per-node 8 pretrain_gpt.py {flags}")
         assert "usable; it does not fit: " in out and " GB too many" in out
         changes = out.split("Single changes to it:\n")[1]
         assert not re.search("schedule|stages|interleaving|  distributed optimizer|no recomputation", changes)
@@ -294,7 +294,11 @@ def test_single_changes_keep_the_rest(plan, stages: str, even: str):
             "--gpus 1024 -- pretrain_bert.py {}",
             "-- pretrain_bert.py: only commands of pretrain_gpt.py are planned",
         ),
-        ("--gpus 1024 -- bash train.sh {}", "-- bash: only commands of pretrain_gpt.py are planned"),
+        ("--gpus 1024 -- bash train.sh {}", "names neither pretrain_gpt.py nor pretrain_bert.py"),
+        (
+            "--gpus 1024 -- torchrun --nnodes 64 --nproc-per-node 8 pretrain_gpt.py {}",
+            "-- torchrun: starts 512 processes, and the cluster has 1024 devices; make them equal",
+        ),
         ("--gpus 1024 -- {} --no-such-flag", "--no-such-flag is not a flag"),
         ("--model 175b --gpu-watts 700", "--gpu-watts needs --tokens"),
         ("--model 175b --days 7", "--days needs --tokens"),
