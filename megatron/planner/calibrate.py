@@ -2,8 +2,8 @@
 
 One single-threaded process per core, at least two, measure at the same time, because cores share memory bandwidth. The
 efficiencies of matrix products and attention and the launch overhead are fitted to the times of three small models.
-gloo's collectives are measured one by one: its all-gathers and reduce-scatters take as long as its all-reduces. So is
-ring attention, whose kernels are others than those of one process.
+gloo's collectives are measured one by one: its all-gathers and reduce-scatters take as long as its all-reduces. So are
+the kernels of ring attention, which are others than those of one process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron.optim.config import OptimizerConfig
 from megatron.optim.optimizer import Optimizer
 from megatron.parallel.collectives import all_gather, all_reduce_sum, start_all_to_all, start_reduce_scatter
 from megatron.parallel.mesh import Axis
-from megatron.planner.calibrate_context import ring_attention, with_ring
+from megatron.planner.calibrate_context import ring_kernels, with_ring
 from megatron.planner.calibrate_model import VOCAB_SIZE, build_model, checked, make_job, microbatch
 from megatron.planner.cluster import Cluster, Device, Efficiency, Link
 from megatron.planner.description import describe
@@ -271,7 +271,7 @@ def _communication(
 ) -> dict[str, Callable[[], object]]:
     """Each of `COLLECTIVES` after a matrix product, so that waiting for slower processes counts, and that product.
 
-    Also ring attention of all processes.
+    Also the kernels of ring attention.
     """
     x, weight = torch.randn(TOKENS, HIDDEN, dtype=dtype), torch.randn(4 * HIDDEN, HIDDEN, dtype=dtype)
     axis = Axis(rank, processes)
@@ -283,7 +283,7 @@ def _communication(
 
     runs: dict[str, Callable[[], object]] = {
         "before": functools.partial(run, None),
-        "ring": ring_attention(ops, dtype, axis),
+        "ring": ring_kernels(dtype, processes),
     }
     for size in MESSAGES:
         rows = torch.zeros(processes, size // dtype.itemsize // processes, dtype=dtype)

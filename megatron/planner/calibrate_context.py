@@ -1,4 +1,4 @@
-"""Ring attention in a calibration: its kernels are others than those of one process, and it joins their parts."""
+"""Attention to a part of the keys in a calibration: context parallelism's kernels are others than those of one rank."""
 
 from __future__ import annotations
 
@@ -6,12 +6,8 @@ import dataclasses
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
-from megatron.context_parallel.attention import ContextAttention
-from megatron.ops.attention import MaskSpec
-from megatron.ops.backend import Ops
-from megatron.parallel.mesh import ALONE, Axis
+from megatron.context_parallel.kernels import partial_attention, partial_attention_backward
 from megatron.planner.calibrate_model import make_job
 from megatron.planner.cluster import Cluster
 from megatron.planner.job import Job
@@ -21,8 +17,7 @@ from megatron.planner.programs import OURS
 
 # Positions of a rank, hidden size and heads.
 LENGTH, HIDDEN, HEADS = 128, 512, 8
-# Steps of the fit, and the most that a ring's attention may be faster than that of one process.
-FIT_STEPS, MAX_RATIO = 100, 20.0
+MAX_RATIO = 20.0  # of the speeds of these kernels and of those of one rank
 
 
 def ring_job(processes: int) -> Job:
@@ -30,36 +25,32 @@ def ring_job(processes: int) -> Job:
     return make_job(1, HIDDEN, HEADS, LENGTH * processes)
 
 
-def ring_attention(ops: Ops, dtype: torch.dtype, axis: Axis) -> Callable[[], object]:
-    """Attention of one layer of `ring_job`, forward and backward, over all processes."""
-    attention = ContextAttention(axis, ALONE, axis, gathers=False, inner=ops)
-    device = torch.device("cpu")
-    mask = attention.make_mask(MaskSpec(length=LENGTH * axis.size, device=device))
+def ring_kernels(dtype: torch.dtype, processes: int) -> Callable[[], object]:
+    """Attention of a rank in one layer of `ring_job`, forward and backward, without communication.
 
-    def make(*, requires_grad: bool) -> Tensor:
-        shape = (1, HEADS, LENGTH, HIDDEN // HEADS)
-        return torch.randn(shape, dtype=dtype, requires_grad=requires_grad)
-
-    q, k, v = (make(requires_grad=True) for _ in range(3))
-    grad = make(requires_grad=False)
+    Its queries meet its own keys up to their position, and half of them all keys of each other rank.
+    """
+    shape = (1, HEADS, LENGTH, HIDDEN // HEADS)
+    q, k, v, grad = (torch.randn(shape, dtype=dtype) for _ in range(4))
+    blocks = [(0, True)] + [(LENGTH // 2, False)] * (processes - 1)
 
     def run() -> None:
-        out = attention.attention(q, k, v, mask_bnst=mask, causal=True, dropout=0.0)
-        torch.autograd.grad(out, (q, k, v), grad)
+        for begin, causal in blocks:
+            queries, grads = q[:, :, begin:], grad[:, :, begin:]
+            out, lse = partial_attention(queries, k, v, None, causal=causal)
+            partial_attention_backward(grads, queries, k, v, out, lse, None, causal=causal)
 
     return run
 
 
 def ring_seconds(cluster: Cluster) -> float:
-    """Predicted seconds of `ring_attention` of all devices of a cluster."""
-    kernels = Kernels(ring_job(cluster.devices), Layout(context=cluster.devices), cluster, OURS)
-    return kernels.attention.total + kernels.context_parallel.total
+    """Predicted seconds of `ring_kernels` for all devices of a cluster."""
+    return Kernels(ring_job(cluster.devices), Layout(context=cluster.devices), cluster, OURS).attention.total
 
 
 def with_ring(cluster: Cluster, seconds: float) -> Cluster:
-    """Fit the speed of a ring's attention, given that of its communication, to the time of `ring_attention`."""
-    for _ in range(FIT_STEPS):
-        ratio = cluster.efficiency.context * ring_seconds(cluster) / seconds
-        efficiency = dataclasses.replace(cluster.efficiency, context=min(ratio, MAX_RATIO))
-        cluster = dataclasses.replace(cluster, efficiency=efficiency)
-    return cluster
+    """Fit the speed of these kernels to the time of `ring_kernels`."""
+    launches = 2 * cluster.efficiency.launch
+    ratio = (ring_seconds(cluster) - launches) / max(seconds - launches, 1e-9)
+    context = min(max(ratio * cluster.efficiency.context, 1 / MAX_RATIO), MAX_RATIO)
+    return dataclasses.replace(cluster, efficiency=dataclasses.replace(cluster.efficiency, context=context))
