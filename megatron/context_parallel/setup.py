@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-import torch
-
 from megatron.context_parallel.attention import ContextAttention, split_axis
 from megatron.errors import InputError
 from megatron.model.config import ModelConfig
@@ -34,14 +32,6 @@ def _obstacles(config: RunConfig, task: Task) -> Iterator[str]:
     model, parallel = config.model, config.parallel
     if task.name not in ("GPT", "BERT", "BERT --bert-no-binary-head"):
         yield f"is for the pretraining of GPT and BERT, not {task.name}; leave it out"
-    device, backend = config.training.device, config.ops.ops_backend
-    if model.attention_dropout > 0 and (
-        device == "cuda" or (device == "auto" and torch.cuda.is_available()) or backend in ("plain", "layers")
-    ):
-        yield (
-            f"with --attention-dropout {model.attention_dropout} needs dropout by position, which attention has on a "
-            "CPU with --ops-backend auto or compile; use --attention-dropout 0"
-        )
     if model.moe_expert_capacity_factor is not None and config.data.reset_attention_mask:
         yield "has no --moe-expert-capacity-factor with --reset-attention-mask; leave one out"
     yield from heads_obstacle(model, parallel)

@@ -60,7 +60,7 @@ def build_engine(
 
 def choose_run_ops(config: RunConfig, mesh: Mesh, padded_vocab_size: int) -> Ops:
     """Choose the operations of a run, and check that every process chose the same."""
-    one_graph = mesh.tp.size == 1 and config.model.num_experts is None
+    one_graph = mesh.tp.size == mesh.cp.size == 1 and config.model.num_experts is None
     with raise_on_all_ranks(mesh.world, InputError):
         ops = choose_ops(
             config.ops,

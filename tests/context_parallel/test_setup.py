@@ -20,14 +20,6 @@ NO_DROPOUT = "--attention-dropout 0"
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (
-            "2 --device cuda",
-            "2 with --attention-dropout 0.1 needs dropout by position, which attention has on a CPU with",
-        ),
-        (
-            "2 --device cpu --ops-backend layers",
-            "--ops-backend auto or compile; use --attention-dropout 0",
-        ),
         (f"4 {NO_DROPOUT} --seq-length 36", "needs a --seq-length that 8 divides .* not 36; choose 32 or 40"),
         (
             f"2 {NO_DROPOUT} --tensor-model-parallel-size 2 --sequence-parallel --seq-length 36",

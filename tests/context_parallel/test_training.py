@@ -27,6 +27,7 @@ MODEL = f"""
 """
 MODELS = {
     "dense": MODEL,
+    "dropout": f"{MODEL} --attention-dropout 0.1",
     "mixture": f"{MODEL} --init-method-std 0.1 --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.1",
 }
 C2, C4 = "--context-parallel-size 2", "--context-parallel-size 4"
@@ -109,6 +110,15 @@ def one_process(model: str) -> dict[str, Any]:
     """The same of one process."""
     mesh = Mesh(device=CPU)
     return train_engine(engine_of(mesh, config_of(MODELS[model])), mesh, batches, SAMPLES)
+
+
+@pytest.mark.parametrize("communication", ["p2p", pytest.param("all_gather", marks=pytest.mark.slow), "a2a"])
+@pytest.mark.parametrize("backend", ["plain", pytest.param("layers", marks=pytest.mark.slow)])
+def test_operations_without_dropout_by_position(communication: str, backend: str) -> None:
+    """They have it under context parallelism, where attention drops what it does on a CPU by default."""
+    flags = f"{C2} --cp-comm-type {communication} --ops-backend {backend}"
+    ranks = run_distributed(train, 2, f"{MODELS['dropout']} {flags}")
+    assert_same_steps(ranks, one_process("dropout"))
 
 
 @pytest.mark.slow
