@@ -39,7 +39,7 @@ def point_of(device: torch.device) -> Event:
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on a device. The host does not wait for a GPU, as it would with pageable memory."""
-    return (tensor.pin_memory() if has_streams(device) else tensor).to(device, non_blocking=True)
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 class CopyQueue:
