@@ -362,7 +362,7 @@ def sharded_units(job: Job, layout: Layout, stage: int, element: int, program: P
     overlap the parameters of the next layer and the gradients of the one before, until they are reduced. The output
     layer is in use from the loss to the end of backward, and so is the embedding if it shares its table.
     """
-    if not (layout.sharded_gradients or layout.sharded_parameters):
+    if layout.shards == 1 or not (layout.sharded_gradients or layout.sharded_parameters):
         return UnitMemory()
     model, layer = job.model, largest_layer(job, layout, stage, replicated=True)
     shared = model.mtp_num_layers > 0 or not model.untie_embeddings_and_output_weights
