@@ -504,7 +504,7 @@ def test_dropout_is_replayed_exactly(layouts: Layouts, recomputation: str) -> No
         pytest.param("P2V2", "D2+ZeRO", "llama", marks=pytest.mark.slow),
         pytest.param("P2V2 layout", "P2 layout", "llama", marks=pytest.mark.slow),
         pytest.param("P2D2 zb-v", "P4", "gpt2", marks=pytest.mark.slow),
-        pytest.param("T2P2", "P4 zb-v", "gpt2", marks=pytest.mark.slow),
+        pytest.param("T2P2", "P2D2 zb-v", "gpt2", marks=pytest.mark.slow),
         pytest.param("P2 layout", "P2V3 ends counted", "gpt2", marks=pytest.mark.slow),
         pytest.param("everything", "T4", "llama", marks=pytest.mark.slow),
         pytest.param("P2V2", "D2+ZeRO", "mtp", marks=pytest.mark.slow),
