@@ -16,12 +16,12 @@ from megatron.planner.memory import (
     loss_working,
     max_in_flight,
     recomputed_experts,
-    sharded_units,
     stage_memory,
 )
 from megatron.planner.our_program import our_program, simulator_of
 from megatron.planner.parameters import largest_layer, owned_parameters
 from megatron.planner.search import Plan
+from megatron.planner.units import sharded_units
 from megatron.training.config import RunConfig
 
 # Bytes/s in each direction of a device's link to its host, by the beginning of the planner's name: NVLink-C2C, PCIe of

@@ -15,12 +15,11 @@ from megatron.planner.cluster import Cluster
 from megatron.planner.held import UNLIMITED, Held, counted_microbatches, most_held
 from megatron.planner.layout import Job, Layout
 from megatron.planner.parameters import (
-    end_parameters,
-    largest_layer,
     owned_parameters,
     stage_parameters,
 )
 from megatron.planner.programs import Program
+from megatron.planner.units import sharded_units
 
 # Share of a device's memory that a model can use. The rest is for the driver, NCCL's buffers and fragmentation.
 USABLE_MEMORY = 0.92
@@ -334,62 +333,6 @@ def stage_state(job: Job, layout: Layout, element: int, stage: int, program: Pro
         moments=ADAM_MOMENTS * owned,
         activations=0.0,
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class UnitMemory:
-    """Bytes of whole gradients and parameters that ranks which shard them need at some moments of a step.
-
-    Attributes:
-        first_backward: in backward of a stage's last layer, which comes first.
-        backward: in that of another one, when the one before is freed.
-        forward: in forward of the embedding, after the backward pass of another microbatch.
-        loss: in the loss.
-        after_loss: when backward begins, and the logits are freed.
-    """
-
-    first_backward: float = 0.0
-    backward: float = 0.0
-    forward: float = 0.0
-    loss: float = 0.0
-    after_loss: float = 0.0
-
-
-def sharded_units(job: Job, layout: Layout, stage: int, element: int, program: Program) -> UnitMemory:
-    """Whole gradients and parameters of ranks that shard them.
-
-    The units are those of docs/parallelism.md. Backward has a layer's gradients and parameters, and where exchanges
-    overlap the parameters of the next layer and the gradients of the one before, until they are reduced. The output
-    layer is in use from the loss to the end of backward, and so is the embedding if it shares its table.
-    """
-    if layout.shards == 1 or not (layout.sharded_gradients or layout.sharded_parameters):
-        return UnitMemory()
-    model, layer = job.model, largest_layer(job, layout, stage, replicated=True)
-    shared = model.mtp_num_layers > 0 or not model.untie_embeddings_and_output_weights
-    first, last = stage == 0, stage == layout.last_stage
-    embedding = end_parameters(job, layout.tensor, first=True, last=False) if first else 0.0
-    ends = end_parameters(job, layout.tensor, first=first, last=last)
-    before = layer
-    if first and not shared:
-        ends, before = ends - embedding, embedding
-    weight = element if layout.sharded_parameters else 0
-    if not program.chunked_logits:  # the units of other programs are not known
-        of_layer = layer * (program.gradient + 2 * weight)
-        return UnitMemory(of_layer, of_layer, 0.0, of_layer)
-    overlap = layout.overlap_grad_reduce
-    of_layer = layer * (program.gradient + (1 + overlap) * weight)
-    reduced = program.gradient * before * overlap
-    in_loss = ends * (weight + program.gradient) + reduced
-    # The output layer's gradient is complete, and reduced, before backward of the layers.
-    in_use = ends * (weight + program.gradient * (first and shared))
-    in_backward = in_use + of_layer + layer * program.gradient * overlap
-    in_forward = 0.0
-    if first and not shared and layout.microbatches(job) > 1:
-        in_forward = (embedding + layer) * (weight + program.gradient * overlap)
-    # Of the backward pass before, the unit that came last is still being reduced: that of the ends, if they are shared.
-    before_backward = 0.0 if last or (first and shared) else reduced
-    first_backward, after_loss = in_use + of_layer + before_backward, in_loss + layer * weight * overlap
-    return UnitMemory(first_backward, in_backward, in_forward, in_loss, after_loss)
 
 
 def loss_working(job: Job, layout: Layout, element: int, program: Program) -> float:
