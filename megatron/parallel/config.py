@@ -254,7 +254,7 @@ class ParallelConfig(Config):
             raise InputError(
                 f"--pipeline-schedule: {schedule} "
                 + (
-                    "needs --num-layers-per-virtual-pipeline-stage"
+                    "needs --num-layers-per-virtual-pipeline-stage, such as half of the layers of a stage"
                     if not chunked
                     else f"does not go with --num-layers-per-virtual-pipeline-stage {per_chunk}"
                     if per_chunk is not None
