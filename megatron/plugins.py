@@ -38,7 +38,7 @@ from megatron.performance.activation_offload import offload_activations
 from megatron.performance.async_save import AsyncSaving
 from megatron.performance.compiled_layer import layer_ops
 from megatron.performance.config import PerformanceConfig
-from megatron.performance.cuda_graph import CudaGraph
+from megatron.performance.cuda_graph import CudaGraph, check_cuda_graph
 from megatron.performance.fp8 import use_fp8
 from megatron.performance.load import LoadWarning
 from megatron.performance.manual_gc import ManualGC
@@ -154,6 +154,7 @@ def train(config: RunConfig, task: Task, hooks: Sequence[Hook]) -> int:
 
     Returns the exit status.
     """
+    check_cuda_graph(config, task)
     raise_file_limit()
     with memory_errors_explained(config):
         return pretrain(without_repetition(config), task, hooks)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -27,13 +29,32 @@ def check_not_root(flag: str, path: str | Path) -> None:
 
 
 def write_output_file(flag: str, path: Path, text: str) -> None:
-    """Write an output file; raises `InputError` if it cannot be written."""
+    """Write an output file, whole or not at all; raises `InputError` if it cannot be written."""
+    with replacing(flag, path) as target:
+        target.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def replacing(flag: str, path: Path) -> Iterator[Path]:
+    """Yield the place at which to write an output file, which is moved to `path` once it is written.
+
+    A file that is there stays as it was if the new one cannot be written. A device or a pipe is written in place.
+
+    Raises:
+        InputError: the file cannot be written, for an `OSError` of the code within.
+    """
+    in_place = path.exists() and not path.is_file()
+    final = path if in_place else path.resolve()  # a link stays one
+    target = path if in_place else final.with_name(f".writing-{final.name}")
     try:
-        path.write_text(text, encoding="utf-8")
+        yield target
+        if not in_place:
+            target.replace(final)
     except OSError as error:
-        if path.is_file():  # a part of it
-            path.unlink()
         raise InputError(f"{flag}: {path} cannot be written ({error.strerror})") from None
+    finally:
+        if not in_place:
+            target.unlink(missing_ok=True)
 
 
 def exit_on_sigterm() -> None:

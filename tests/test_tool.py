@@ -9,7 +9,7 @@ import pytest
 
 from megatron.commands import merge_datasets, preprocess_data, train_tokenizer
 from megatron.errors import InputError
-from megatron.tool import write_output_file
+from megatron.tool import replacing, write_output_file
 
 
 @pytest.mark.parametrize("place", ["/", "//", "/."])
@@ -29,11 +29,35 @@ def test_the_root_is_no_place_for_output(tmp_path: Path, place: str) -> None:
 
 
 def test_a_part_of_a_file_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that was there stays as it was."""
+
     def fill_the_disk(path: Path, text: str, encoding: str) -> None:
         path.write_bytes(text[:2].encode(encoding))
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    old = tmp_path / "old.json"
+    old.write_text("[0]")
     monkeypatch.setattr(Path, "write_text", fill_the_disk)
-    with pytest.raises(InputError, match=r"^--json: \S+ cannot be written \(No space left on device\)$"):
-        write_output_file("--json", tmp_path / "plans.json", "[1, 2]")
-    assert not (tmp_path / "plans.json").exists()
+    for path in (tmp_path / "plans.json", old):
+        with pytest.raises(InputError, match=r"^--json: \S+ cannot be written \(No space left on device\)$"):
+            write_output_file("--json", path, "[1, 2]")
+    assert list(tmp_path.iterdir()) == [old] and old.read_text() == "[0]"
+
+
+def test_a_picture_on_a_full_disk(tmp_path: Path) -> None:
+    with (
+        pytest.raises(InputError, match=r"^--picture: \S+ cannot be written \(No space left on device\)$"),
+        replacing("--picture", tmp_path / "x.png") as target,
+    ):
+        target.write_bytes(b"part")
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert not list(tmp_path.iterdir())
+
+
+def test_where_an_output_file_is_written(tmp_path: Path) -> None:
+    """Behind a link, or in place where a name is no file."""
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    write_output_file("--json", tmp_path / "link", "[1]")
+    write_output_file("--json", Path("/dev/null"), "[1]")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "[1]"
+    assert Path("/dev/null").is_char_device()

@@ -14,6 +14,7 @@ docs/scaling.md describes the model behind the prediction and compares it with p
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import sys
@@ -104,7 +105,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     if config.longest_seq_length:
         length, layout = longest_of_all(job, cluster)
         print(f"  longest sample that fits the cluster: {length:,} tokens, in {layout}")
-    print_changes(config, best, job, cluster)
+    print_changes(best, job, cluster)
+    if config.what_if:
+
+        def best_on(other: Cluster) -> Plan:
+            found = search(job, other, num_plans=1, progress=lambda count: None, among=among)
+            return with_automatic_schedules(found, job, other).plans[0]
+
+        layouts = (
+            "with the best layout of each" if among is None else "each with the best layout of these sizes"
+        )
+        print(f"\n{what_if(best, cluster, best_on, layouts)}")
     if config.explain:
         print("", *takeaways(best, job, cluster), sep="\n")
     flags = command_flags(best, job, cluster, config.tokens)
@@ -135,13 +146,11 @@ def cluster_for_days(config: PlanConfig, job: Job) -> Cluster:
     return cluster
 
 
-def print_changes(config: PlanConfig, plan: Plan, job: Job, cluster: Cluster) -> None:
-    """Print what fits in a plan's layout, and what single changes to it or to the cluster would bring."""
+def print_changes(plan: Plan, job: Job, cluster: Cluster) -> None:
+    """Print what fits in a plan's layout, and what single changes to it would bring."""
     print(f"{limits(plan, job, cluster)}\n\nSingle changes to it:")
     for words, other in other_choices(plan, job, cluster):
         print(f"  {words:<34}{why_not(other, plan, job, cluster)}")
-    if config.what_if:
-        print(f"\n{what_if(plan, job, cluster)}")
 
 
 def print_notes(config: PlanConfig, plan: Plan, job: Job, cluster: Cluster) -> None:
@@ -217,7 +226,10 @@ def plan_given(config: PlanConfig, args: dict[str, Any], command: list[str]) -> 
         print(copies)
     print_notes(config, plan, job, cluster)
     if copies is None:
-        print_changes(config, plan, job, cluster)
+        print_changes(plan, job, cluster)
+        if config.what_if:
+            given = functools.partial(make_plan, job, layout)
+            print(f"\n{what_if(plan, cluster, given, 'in the given layout')}")
     if config.trace is not None:
         write_trace(simulator_of(job, layout, cluster), Path(config.trace))
 

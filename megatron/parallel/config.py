@@ -234,7 +234,9 @@ class ParallelConfig(Config):
         if (sizes is not None) != (self.cp_comm_type == "a2a+p2p"):
             pair = f"2 {cp // 2}, the groups that exchange heads and the ring" if cp % 2 == 0 else f"1 {cp}"
             raise InputError(
-                f"--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes, such as {pair}"
+                "--cp-comm-type: a2a+p2p needs --context-parallel-size above 1; leave it out"
+                if cp == 1 and sizes is None
+                else f"--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes, such as {pair}"
                 if sizes is None
                 else "--hierarchical-context-parallel-sizes needs --cp-comm-type a2a+p2p; add it or drop the sizes"
             )

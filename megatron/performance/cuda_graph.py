@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron.data.batch import Batch
 from megatron.errors import InputError
 from megatron.ops.backend import Ops
+from megatron.parallel.mesh import choose_device
 from megatron.performance.compiled_layer import CounterKey
 from megatron.performance.config import PerformanceConfig
 from megatron.training.config import RunConfig
@@ -39,7 +40,7 @@ class CudaGraph(Hook):
 
     def during_run(self, trainer: Trainer) -> AbstractContextManager[object]:
         if trainer.config.plugin(PerformanceConfig).cuda_graph:
-            check_cuda_graph(trainer.config, trainer.task, trainer.mesh.device, trainer.engine.ops)
+            check_dropout(trainer.config, trainer.engine.ops)
             check_microbatches(
                 trainer.config, trainer.batch_schedule.num_microbatches(trainer.state.consumed_samples)
             )
@@ -146,24 +147,34 @@ class GraphedPass:
             return graph, self.compute(self.batch, self.step)
 
 
-def check_cuda_graph(config: RunConfig, task: Task, device: torch.device, ops: Ops) -> None:
-    """Check that --cuda-graph can serve a run, beyond the flags that `PerformanceConfig.check` compares.
+def check_cuda_graph(config: RunConfig, task: Task) -> None:
+    """Check the device and the task of a run with --cuda-graph, before processes communicate.
 
     Raises:
-        InputError: microbatches would not all launch the same kernels, or there is no GPU.
+        InputError: there is no GPU, or microbatches would not all launch the same kernels.
     """
-    faults = (
-        (device.type != "cuda", f"needs a GPU, and this run computes on {device}; leave it out"),
-        (not task.is_static, f"needs batches of one length, and those of {task.name} differ; leave it out"),
-        (
-            config.model.hidden_dropout > 0 and ops.device_keys is None,
-            "would drop the same values of every microbatch, since only compiled layers draw them from a key on the "
-            "GPU; use --hidden-dropout 0, or leave out --ops-backend and --no-torch-compile",
-        ),
-    )
-    for is_so, why in faults:
-        if is_so:
-            raise InputError(f"--cuda-graph {why}")
+    if not config.plugin(PerformanceConfig).cuda_graph:
+        return
+    device = choose_device(config.training.device)
+    if device.type != "cuda":
+        raise InputError(f"--cuda-graph needs a GPU, and this run computes on {device}; leave it out")
+    if not task.is_static:
+        raise InputError(
+            f"--cuda-graph needs batches of one length, and those of {task.name} differ; leave it out"
+        )
+
+
+def check_dropout(config: RunConfig, ops: Ops) -> None:
+    """Check that the layers of a run with --cuda-graph draw other dropout masks for every microbatch.
+
+    Raises:
+        InputError: they do not.
+    """
+    if config.model.hidden_dropout > 0 and ops.device_keys is None:
+        raise InputError(
+            "--cuda-graph would drop the same values of every microbatch, since only compiled layers draw them from a "
+            "key on the GPU; use --hidden-dropout 0, or leave out --ops-backend and --no-torch-compile"
+        )
 
 
 def check_microbatches(config: RunConfig, microbatches: int) -> None:

@@ -11,8 +11,8 @@ import functools
 import json
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TextIO
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -43,6 +43,7 @@ from megatron.reports.flops import unused_parameters
 from megatron.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.tokenizer.config import TokenizerConfig
 from megatron.tokenizer.null import NullTokenizer
+from megatron.tool import check_output_file, write_output_file
 from megatron.training.batch_size import make_batch_schedule
 from megatron.training.build import build_model, microbatch_flops
 from megatron.training.config import RunConfig
@@ -84,32 +85,25 @@ def dry_run(config: RunConfig, task: Task) -> int:
             f"--dry-run-ranks: {beyond[0]} is not a rank of this run; its {processes} ranks (--world-size) end at "
             f"{processes - 1}"
         )
-    with _opened(plan.dry_run_json) as file:
-        run = DryRun.from_config(config, task, processes)
-        print(run.describe(), flush=True)
-        costs = []
-        for rank in ranks:
-            begin = time.perf_counter()
-            costs.append(run.count(rank))
-            print(f"rank {rank} counted in {time.perf_counter() - begin:.0f} s", flush=True)
-        print(table(costs))
-        if file is not None:
-            record = run.record() | {"ranks": [as_json(cost) for cost in costs]}
-            file.write(json.dumps(record, indent=2) + "\n")
+    file = None if plan.dry_run_json is None else Path(plan.dry_run_json)
+    check_output_file("--dry-run-json", file)
+    run = DryRun.from_config(config, task, processes)
+    print(run.describe(), flush=True)
+    costs = []
+    for rank in ranks:
+        begin = time.perf_counter()
+        costs.append(run.count(rank))
+        print(f"rank {rank} counted in {time.perf_counter() - begin:.0f} s", flush=True)
+    print(table(costs))
+    if file is not None:
+        record = run.record() | {"ranks": [as_json(cost) for cost in costs]}
+        write_output_file("--dry-run-json", file, json.dumps(record, indent=2) + "\n")
     return 0
 
 
 def data_parallel_size(config: RunConfig, processes: int) -> int:
     """Number of replicas, each of the ranks that divide a sample."""
     return axis_sizes(config.parallel, processes)["dp"]
-
-
-def _opened(path: str | None) -> AbstractContextManager[TextIO | None]:
-    """Open the output file before counting, so that an error loses no work."""
-    try:
-        return nullcontext() if path is None else open(path, "w", encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"--dry-run-json: {path}: {error.strerror}") from None
 
 
 def vocabulary(config: TokenizerConfig) -> int:
@@ -283,6 +277,10 @@ class DryRun:
             lines.insert(3, f"experts: {product}; tokens are assumed to choose all experts equally often")
         if record["chunks"] > 1:
             lines.insert(3, f"model chunks per stage: {record['chunks']}")
+        if self.config.data.reset_attention_mask:
+            lines.append(
+                "attention: each sample counts as one document, since the lengths of documents are in the data"
+            )
         if self.simulated < self.microbatches:
             lines.append(f"simulated: the first {self.simulated} microbatches, which the others repeat")
         return "\n".join(lines)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.errors import InputError
 from megatron.parallel.schedules import BackwardWeight, Compute, Forward, Timeline
 from megatron.planner.schedule_costs import makespan
 from megatron.planner.simulate import Simulator
+from megatron.tool import replacing, write_output_file
 
 # Groups of microbatches (one per stage) in a picture, at most; its width and the height of a row in points.
 MAX_GROUPS, WIDTH, ROW = 2, 1200, 22
@@ -35,12 +35,10 @@ def write_picture(simulator: Simulator, path: Path) -> None:
         "without gradient reduction and optimizer"
     )
     if path.suffix == ".svg":
-        try:
-            path.write_text(svg(timeline, title), encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"--picture: {path} cannot be written ({error.strerror})") from None
+        write_output_file("--picture", path, svg(timeline, title))
     else:
-        _write_png(timeline, title, path)
+        with replacing("--picture", path) as target:
+            _write_png(timeline, title, target)
 
 
 def _boxes(timeline: Timeline) -> list[tuple[int, float, float, str]]:
@@ -93,7 +91,4 @@ def _write_png(timeline: Timeline, title: str, path: Path) -> None:
         axes.barh(stage, end - start, left=start, height=1, color=color, edgecolor=INK, linewidth=0.2)
     axes.set(title=title, xlabel="seconds", ylabel="stage", yticks=range(rows), facecolor=IDLE)
     axes.set(xlim=(0, makespan(timeline)), ylim=(rows - 0.5, -0.5))
-    try:
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise InputError(f"--picture: {path} cannot be written ({error.strerror})") from None
+    figure.savefig(path, dpi=120)

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import shlex
 import textwrap
+from collections.abc import Callable
 
 from megatron.flags import flag_name
 from megatron.model.config import ModelConfig
@@ -13,11 +14,11 @@ from megatron.planner.budget import many, percent, two_digits
 from megatron.planner.cluster import Cluster
 from megatron.planner.explain import EQUAL_TIME, PARTS, slower_by
 from megatron.planner.layout import Job
-from megatron.planner.memory import USABLE_MEMORY
+from megatron.planner.memory import USABLE_MEMORY, fits
 from megatron.planner.our_program import needs_uncompiled_layers
 from megatron.planner.parameters import model_parameters
 from megatron.planner.questions import largest_micro_batch, longest_sequence, other_clusters
-from megatron.planner.search import Plan, SearchResult, search
+from megatron.planner.search import Plan, SearchResult
 from megatron.reports.flops import unused_parameters
 
 
@@ -108,13 +109,20 @@ def limits(plan: Plan, job: Job, cluster: Cluster) -> str:
     )
 
 
-def what_if(plan: Plan, job: Job, cluster: Cluster) -> str:
-    """The speed of the best plan on clusters with faster links or more memory, over this plan."""
-    rows = ["What if (with the best layout of each):"]
+def what_if(plan: Plan, cluster: Cluster, plan_on: Callable[[Cluster], Plan], layouts: str) -> str:
+    """The speed on clusters with faster links or more memory, over a plan's.
+
+    Args:
+        plan_on: the plan on another cluster, chosen as `plan` was on this one.
+        layouts: the choice in words.
+    """
+    rows = [f"What if ({layouts}):"]
     for words, other in other_clusters(cluster):
-        best = search(job, other, num_plans=1, progress=lambda count: None).plans[0]
+        best = plan_on(other)
         gain = plan.step.seconds / best.step.seconds - 1
         change = "no faster" if gain < EQUAL_TIME else f"{percent(gain)} faster"
+        if fits(best.memory, other) and not fits(plan.memory, cluster):
+            change += ", and it fits"
         layout = "" if best.layout == plan.layout or gain < EQUAL_TIME else f": {best.layout}"
         rows.append(f"  {words:<34}{change}{layout}")
     return "\n".join(rows)

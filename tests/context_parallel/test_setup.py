@@ -40,6 +40,10 @@ NO_DROPOUT = "--attention-dropout 0"
             "^--cp-comm-type a2a.p2p needs --hierarchical-context-parallel-sizes, such as 2 2, the groups",
         ),
         (
+            f"1 {NO_DROPOUT} --cp-comm-type a2a+p2p",
+            "^--cp-comm-type: a2a.p2p needs --context-parallel-size above 1; leave it out$",
+        ),
+        (
             f"4 {NO_DROPOUT} --hierarchical-context-parallel-sizes 2 2",
             "^--hierarchical-context-parallel-sizes needs --cp-comm-type a2a.p2p; add it or drop",
         ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from distributed import run_distributed
 from models import CPU, config_of, engine_of
 from torch import Tensor
 
+from megatron import plugins
 from megatron.data.batch import Batch
 from megatron.data.gpt_dataset import GPTBatch
 from megatron.errors import InputError
@@ -20,9 +23,9 @@ from megatron.parallel.mesh import init_mesh
 from megatron.performance.compiled_layer import layer_ops
 from megatron.performance.cuda_graph import (
     WARM_UP,
-    CudaGraph,
     GraphedPass,
     check_cuda_graph,
+    check_dropout,
     check_microbatches,
     use_cuda_graph,
 )
@@ -30,7 +33,6 @@ from megatron.pretrain_bert import bert
 from megatron.pretrain_gpt import GPT
 from megatron.training import build
 from megatron.training.engine import Engine
-from megatron.training.pretrain import pretrain
 
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
 LLAMA = """
@@ -192,17 +194,22 @@ def test_a_step_of_communicating_passes_alone() -> None:
         check_microbatches(config, 2)
 
 
-def test_requirements() -> None:
-    config, gpu = (
-        config_of(f"{NO_DROPOUT} --use-distributed-optimizer --timing-log-level 1"),
-        torch.device("cuda"),
-    )
-    check_cuda_graph(config, GPT, gpu, PLAIN)
+def test_requirements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device and the task are checked before a process group is made."""
+    config = config_of(f"--cuda-graph {NO_DROPOUT}")
+    monkeypatch.setattr("megatron.plugins.pretrain", lambda *_: pytest.fail("the run began"))
+    with pytest.raises(InputError, match="--cuda-graph needs a GPU, and this run computes on cpu"):
+        plugins.train(config, GPT, [])
+    monkeypatch.setattr("megatron.performance.cuda_graph.choose_device", torch.device)
+    config = dataclasses.replace(config, training=dataclasses.replace(config.training, device="cuda"))
+    check_cuda_graph(config, GPT)
     with pytest.raises(
         InputError, match="--cuda-graph needs batches of one length, and those of BERT differ"
     ):
-        check_cuda_graph(config, bert(binary_head=True), gpu, PLAIN)
+        plugins.train(config, bert(binary_head=True), [])
+
+
+def test_dropout_without_keys() -> None:
+    check_dropout(config_of(NO_DROPOUT), PLAIN)
     with pytest.raises(InputError, match=r"^--cuda-graph .*use --hidden-dropout 0"):
-        check_cuda_graph(config_of("--hidden-dropout 0.1 --attention-dropout 0"), GPT, gpu, PLAIN)
-    with pytest.raises(InputError, match="--cuda-graph needs a GPU, and this run computes on cpu"):
-        pretrain(config_of(f"--cuda-graph --num-workers 0 {NO_DROPOUT}"), GPT, [CudaGraph()])
+        check_dropout(config_of("--hidden-dropout 0.1 --attention-dropout 0"), PLAIN)

@@ -227,6 +227,21 @@ def test_the_layout_of_a_command_is_predicted(plan):
     )
 
 
+def test_faster_hardware_is_credited_with_the_hardware_alone(plan):
+    """The same choice of a layout on both sides: a given one stays, and sizes that are given stay."""
+    flags = "--gpu h100 --gpus 64 --what-if"
+    command = LLAMA_70B.replace("batch-size 2048", "batch-size 64").replace("-layers 80", "-layers 16")
+    out = plan(f"{flags} -- pretrain_gpt.py {command}")
+    asked = out.split("What if (in the given layout):\n")[1]
+    assert re.search(r"  memory twice as large +no faster$", asked, re.MULTILINE), asked
+    assert re.search(r"  matrix products twice as fast +[\d.]+% faster$", asked, re.MULTILINE), asked
+    out = plan(f"{SMALL} {flags} --layout T8P2D4V1b1")
+    asked = out.split("What if (each with the best layout of these sizes):\n")[1]
+    assert len(re.findall("twice as", asked)) == 5 and all(
+        "T8 P2 D4" in x for x in re.findall(": (T.*)", asked)
+    )
+
+
 def test_single_changes_change_something(plan):
     """A command with one stage has no schedule to change, and keeps its choice about the overlap of reductions."""
     command = LLAMA_70B.replace(
