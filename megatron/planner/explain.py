@@ -167,7 +167,7 @@ def why_not(other: Layout, best: Plan, job: Job, cluster: Cluster) -> str:
     memory = memory_of(job, other, cluster)
     if not fits(memory, cluster):
         usable = USABLE_MEMORY * cluster.device.memory
-        return f"does not fit: needs {memory.total / 1e9:.0f} GB of {usable / 1e9:.0f}"
+        return f"does not fit: needs {memory.total / 1e9:.1f} GB of {usable / 1e9:.1f}"
     return slower_by(make_plan(job, other, cluster), best)
 
 

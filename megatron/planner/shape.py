@@ -90,7 +90,7 @@ def parse_shape(text: str, job: Job, cluster: Cluster) -> Layout:
     )
     if not fits(least, cluster):
         raise InputError(
-            f"--layout: {text} does not fit: it needs {least.total / 1e9:.0f} GB of the "
-            f"{USABLE_MEMORY * cluster.device.memory / 1e9:.0f} that are usable, with all that saves memory"
+            f"--layout: {text} does not fit: it needs {least.total / 1e9:.1f} GB of the "
+            f"{USABLE_MEMORY * cluster.device.memory / 1e9:.1f} that are usable, with all that saves memory"
         )
     return shape
