@@ -20,7 +20,7 @@ CONSTANTS_FITTED = {
     ("megatron-core", "B300"): ("matmul", "link"),
     ("nemo-2025", "B200"): ("matmul", "link", "fp8"),
     ("megatron-deepspeed", "V100"): ("matmul", "memory", "link", "network"),
-    ("megatron-deepspeed-bf16", "A100"): ("matmul", "memory", "link"),
+    ("megatron-deepspeed-fp16", "A100"): ("network",),
     ("llm-foundry", "A100"): ("matmul", "memory"),
     ("llm-foundry", "H100"): ("matmul", "memory"),
     ("torchtitan", "H100"): ("matmul", "memory"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,9 @@ GPUS = {
 FP4 = {"b200": 9.0, "gb200": 10.0, "b300": 13.5, "gb300": 15.0}
 # The planner takes its fastest choice that fits for what a row leaves open.
 MICRO_BATCH_SIZES, MAX_CHUNKS = (1, 2, 4, 8), 8
+
+# Month and day from which on BLOOM's layouts were tuned in bf16, by its chronicle.
+BLOOM_BF16 = "0228"
 
 
 # Words for torchtitan's selective recomputation of every second matrix product.
@@ -97,6 +101,8 @@ class NotExpressed(Exception):
 def _run(row: dict[str, Any]) -> Row:
     """A row of published-runs.jsonl."""
     model = ModelConfig(**({"max_position_embeddings": row["seq"]} | row["model"]))
+    if layers := re.match(r"(\d+) layers and two embeddings", row["note"]):  # of which each counts as a layer
+        model = dataclasses.replace(model, num_layers=int(layers[1]))
     job = Job(model, row["seq"], row["vocab"], row["gbs"])
     sheet = data_sheet(row["gpu"], where="gpu")
     given = row["cluster"] or {}
@@ -110,7 +116,7 @@ def _run(row: dict[str, Any]) -> Row:
     if "bandwidth_gbs" in given:
         device = dataclasses.replace(device, bandwidth=given["bandwidth_gbs"] * 1e9)
     cluster = dataclasses.replace(cluster, device=device)
-    program = _program(row["program"], row["group"], row["fsdp"])
+    program = _program(row["program"], row["group"], row["id"], row["fsdp"])
     profile = find_profile(program, sheet.name)
     values = dict(row["layout"] or {})
     if values:
@@ -137,14 +143,15 @@ def _run(row: dict[str, Any]) -> Row:
     )
 
 
-def _program(program: str, group: str, sharded: bool) -> str:
+def _program(program: str, group: str, name: str, sharded: bool) -> str:
     """The planner's name for the program of a row."""
     if program == "ours":
         if not sharded:
             return "megatron-core"
         return "torchtitan" if "torchtitan" in group else "llm-foundry"
-    if "BLOOM" in group:
-        return "megatron-deepspeed-bf16"
+    if "BLOOM" in group:  # by the month and day in the name
+        tuned = re.match(r"bloom-(\d{4})", name)
+        return f"megatron-deepspeed-{'fp16' if tuned and tuned[1] < BLOOM_BF16 else 'bf16'}"
     if any(name in group for name in ("JZ", "MT-NLG", "NeoX")):
         return "megatron-deepspeed"
     return program.replace("_", "-")

@@ -16,6 +16,11 @@ from megatron.planner.routing import Routing, busiest
 
 # Fused attention computes scores in square blocks of this side, those on the diagonal in full.
 ATTENTION_BLOCK = 128
+# Share of the peak that attention's products reach without a fused kernel if rows of a head are not a multiple of 8
+# elements, which tensor cores load at once. With 13,824 channels on A100, 128 heads of 108 take 147.41 s where 64 heads
+# of 216 take 103.51 s (bigscience-workshop/bigscience, train/tr11-176B-ml/chronicles-prequel.md, "Another round of
+# NHEADS"): 10.5 TFLOP/s, half of what the GPU does without tensor cores.
+UNALIGNED_HEADS = 0.034
 # Accesses (forward, backward). Embedding: two tables are read, added and dropped out; backward adds to two.
 EMBEDDING = (6, 9)
 # Rows that each expert has a multiple of on a CPU in bf16, and multiples of an expert from which on they are padded, as
@@ -59,11 +64,18 @@ class Kernels(Operations):
             return ForwardBackward(
                 Cost(matmul=forward + efficiency.launch), Cost(matmul=backward + efficiency.launch)
             )
-        qk = self.matmul(s / ranks, s, d, heads, aligned=self.aligned(d))
-        pv = self.matmul(s / ranks, width, s, heads, aligned=self.aligned(width))
+        qk = self._of_heads(heads, d, (s / ranks, s, d))
+        pv = self._of_heads(heads, width, (s / ranks, width, s))
         # Backward: the gradient of the scores, and three sums over the sequence for queries, keys and values.
         products = ForwardBackward(Cost(matmul=qk + pv), Cost(matmul=qk + 3 * pv))
         return products + self.elementwise(heads * s * s / ranks, self.program.scores)
+
+    def _of_heads(self, heads: float, row: float, shape: tuple[float, float, float]) -> float:
+        """Seconds of a product [m, k] x [k, n] for each of `heads`, whose rows have `row` elements."""
+        m, n, k = shape
+        if row % 8 and self.cluster.device.sms > 1:
+            return 2 * heads * m * n * k / (UNALIGNED_HEADS * self.cluster.device.peak)
+        return self.matmul(m, n, k, heads, aligned=self.aligned(row))
 
     @functools.cached_property
     def context_parallel(self) -> ForwardBackward:
@@ -323,14 +335,15 @@ class Kernels(Operations):
         each = self.program.host
         if self.layout.pipeline > 1 and self.program.pipeline_host is not None:
             each = self.program.pipeline_host
-        host = dense * each[0] + experts * each[1]
-        if host == 0:
+        host, waits = dense * each[0] + experts * each[1], (dense + experts) * self.program.synchronous
+        if host == waits == 0:
             return layers
         # Recomputation starts the kernels of forward again.
         forward, backward = (1 / 3, 2 / 3) if self.layout.recompute != "full" else (1 / 3, 1.0)
+        both = forward + backward
         return layers + ForwardBackward(
-            Cost(host=max(0.0, forward * host - layers.forward.total)),
-            Cost(host=max(0.0, backward * host - layers.backward.total)),
+            Cost(host=max(0.0, forward * host - layers.forward.total) + waits * forward / both),
+            Cost(host=max(0.0, backward * host - layers.backward.total) + waits * backward / both),
         )
 
     @functools.cached_property
@@ -356,7 +369,7 @@ class Kernels(Operations):
         self, dense: int, experts: int, *, first: bool, last: bool
     ) -> tuple[float, float, float]:
         """Seconds of `chunk` forward, backward, and of its weight gradients, with less arithmetic for the search."""
-        if any(self.program.host) or self.program.pipeline_host:
+        if any(self.program.host) or self.program.pipeline_host or self.program.synchronous:
             chunk = self.chunk(dense, experts, first=first, last=last)
             return chunk.forward.total, chunk.backward.total, chunk.weights
         forward = backward = weights = 0.0

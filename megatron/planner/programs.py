@@ -49,6 +49,8 @@ class Program:
         host: seconds that a process needs to start the kernels of a dense layer, and of one with experts, in forward
             and backward together. A GPU that is faster waits.
         pipeline_host: the same in a pipeline, if it differs.
+        synchronous: seconds that it adds to a layer, where the host waits for the end of each kernel
+            (CUDA_LAUNCH_BLOCKING=1).
     """
 
     fused_attention: bool
@@ -79,6 +81,7 @@ class Program:
     parameter_overlap: bool = False
     host: tuple[float, float] = (0.0, 0.0)
     pipeline_host: tuple[float, float] | None = None
+    synchronous: float = 0.0
     compiled: bool = True
 
 
@@ -123,9 +126,14 @@ NVIDIA_2021 = dataclasses.replace(
     gradient=2,
     blocking_transfers=True,
 )
-# Megatron-DeepSpeed in bf16, as BLOOM's layouts were tuned with: whole gradients are all-reduced in fp32, though the
-# optimizer is sharded (as DeepSpeed's bf16 optimizer does). Their published memory is that of gradients in 16 bits.
-MEGATRON_DEEPSPEED_BF16 = dataclasses.replace(NVIDIA_2021, reduced=4, whole_gradients=True)
+# Megatron-DeepSpeed in fp16, as BLOOM's layouts were tuned with (bigscience-workshop/bigscience,
+# train/tr11-176B-ml/chronicles-prequel.md). Whole gradients are all-reduced, though the optimizer is sharded: ZeRO
+# stage 1 ignores contiguous_gradients, and without it reduces so (DeepSpeed 0.5.10, runtime/zero/stage_1_and_2.py).
+# Runs on many nodes needed CUDA_LAUNCH_BLOCKING=1, which on 80 GPUs took the speed from 97.20 to 91.04 TFLOP/s: 14.5 s
+# of a step of 521 microbatches in stages of 8 layers.
+MEGATRON_DEEPSPEED_FP16 = dataclasses.replace(NVIDIA_2021, whole_gradients=True, synchronous=0.0035)
+# The same in bf16, whose optimizer accumulates and reduces gradients in fp32 (there, "Rebalancing layers").
+MEGATRON_DEEPSPEED_BF16 = dataclasses.replace(MEGATRON_DEEPSPEED_FP16, gradient=4)
 # The implementation of 1909.08053, without those fusions. Scores: scale (2; 2), mask by a product and a difference
 # (4; 2), softmax (2; 3), dropout (2.5; 2.5). Residual stream, twice: norm (2; 3), bias (2; 1), dropout (2.5; 2.5),
 # addition (3; 3). Heads: bias (6; 3), transposes of queries, keys, values and result (8; 2), split (6). MLP: bias

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable
@@ -9,7 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from megatron.planner.profiles import CONSTANTS, START, find_constants, generation
+from megatron.model.config import ModelConfig
+from megatron.planner.cluster import NETWORK_LATENCY, Link, cluster_from_data_sheet
+from megatron.planner.device_specs import data_sheet
+from megatron.planner.layout import Job, Layout
+from megatron.planner.profiles import (
+    CONSTANTS,
+    START,
+    find_constants,
+    find_profile,
+    generation,
+    with_constants,
+)
+from megatron.planner.simulate import Simulator
 
 ROWS = Path(__file__).resolve().parent.parent.parent.parent / "shared/reference"
 FILES = [ROWS / "published-runs.jsonl", ROWS / "published-runs-bridge.jsonl"]
@@ -42,11 +55,11 @@ ROW = {
 @needs_rows
 @pytest.mark.slow
 def test_errors_over_published_runs_do_not_grow(command: Callable) -> None:
-    out = command("benchmarks/planner.py", "--rows", *map(str, FILES), "--limit", "8.4").stdout
+    out = command("benchmarks/planner.py", "--rows", *map(str, FILES), "--limit", "8.1").stdout
     means = {
         name: float(value) for name, value in re.findall(r"(dense|mixtures|not fitted) ([\d.]+)% \(", out)
     }
-    assert means["dense"] < 6.85 and means["mixtures"] < 12.1 and means["not fitted"] < 8.95
+    assert means["dense"] < 6.45 and means["mixtures"] < 12.1 and means["not fitted"] < 8.6
     verdicts = re.search(r"memory verdicts ([\d.]+)% right", out)
     assert verdicts and float(verdicts[1]) > 96.5
 
@@ -62,12 +75,35 @@ def test_a_row_is_compared(command: Callable, tmp_path: Path) -> None:
     assert "line 1 is not a row" in command("benchmarks/planner.py", "--rows", str(path), status=2).stderr
 
 
+def bloom_seconds(layers: int, hidden: int, heads: int, layout: Layout) -> float:
+    """Seconds of a step of 2,048 samples on BLOOM's cluster, with four adapters of 100 Gb/s for eight A100."""
+    model = ModelConfig(
+        num_layers=layers, hidden_size=hidden, num_attention_heads=heads, max_position_embeddings=2048
+    )
+    profile = find_profile("megatron-deepspeed-fp16", "a100-80gb")
+    gpus = cluster_from_data_sheet(data_sheet("a100-80gb", where="gpu"), layout.processes)
+    cluster = dataclasses.replace(gpus, network=Link(6.25e9, NETWORK_LATENCY))
+    layout = dataclasses.replace(layout, recompute="full", distributed_optimizer=True)
+    job = Job(model, 2048, 250680, 2048)
+    return Simulator(job, layout, with_constants(cluster, profile.constants), profile.program).step().seconds
+
+
+def test_heads_that_are_no_multiple_of_eight_cost_what_is_published() -> None:
+    """bigscience's chronicles-prequel.md of BLOOM: "tile and wave quantization", "Another round of NHEADS"."""
+    layout = Layout(tensor=8, pipeline=10, data=4)
+    unaligned, aligned = bloom_seconds(80, 14400, 96, layout), bloom_seconds(80, 13824, 64, layout)
+    assert unaligned / aligned == pytest.approx(221.21 / 160.29, rel=0.07)  # of which 1.085 are products
+    layout = Layout(tensor=4, pipeline=12, data=8, micro_batch_size=2)
+    heads_108, heads_216 = (bloom_seconds(78, 13824, heads, layout) for heads in (128, 64))
+    assert heads_108 / heads_216 == pytest.approx(147.41 / 103.51, rel=0.07)
+
+
 def test_constants_are_shares_and_fitted_to_five_rows_of_a_generation() -> None:
     rows: dict[str, set[str]] = {}
     for (_, kind), constants in CONSTANTS.items():
         rows.setdefault(kind, set()).update(constants.fitted)
         for name in ("matmul", "memory", "link", "network", "attention"):
-            assert 0.3 < getattr(constants.efficiency, name) <= 1
+            assert 0.29 < getattr(constants.efficiency, name) <= 1
         assert constants.efficiency.launch == START.launch
     assert all(len(names) <= 5 for names in rows.values())
 
