@@ -196,7 +196,6 @@ def plan_given(config: PlanConfig, args: dict[str, Any], command: list[str]) -> 
     import megatron.plugins  # noqa: F401 (registers plug-ins; needs torch)
     from megatron.arguments import parse_run_config
     from megatron.planner.given import given_run
-    from megatron.planner.host_copies import with_offload
     from megatron.pretrain_gpt import DEFAULTS
 
     described = {f.name for f in dataclasses.fields(ModelConfig)} | {
@@ -212,24 +211,17 @@ def plan_given(config: PlanConfig, args: dict[str, Any], command: list[str]) -> 
     run = parse_run_config([*flags, "--world-size", str(cluster.devices)], description="", defaults=DEFAULTS)
     job, layout = given_run(run, cluster.devices)
     check_precision(job.fp8_format, cluster.device)
-    plan, copies = with_offload(make_plan(job, layout, cluster), run, job, cluster)
-    if copies is not None and config.trace is not None:
-        raise InputError(
-            "--trace: offload to host memory is not drawn; leave out --trace, or --cpu-offload-..."
-        )
+    plan = make_plan(job, layout, cluster)
     print(f"given layout: {heading(job, cluster)}\n{plan.layout}")
     print(
         f"  step    {two_digits(plan.step.seconds)} s, {two_digits(tflops(plan, job, cluster))} TFLOP/s a GPU\n"
-        f"{details(plan, cluster, waits=0.0 if copies is None else copies.waits)}"
+        f"{details(plan, cluster)}"
     )
-    if copies is not None:
-        print(copies)
     print_notes(config, plan, job, cluster)
-    if copies is None:
-        print_changes(plan, job, cluster)
-        if config.what_if:
-            given = functools.partial(make_plan, job, layout)
-            print(f"\n{what_if(plan, cluster, given, 'in the given layout')}")
+    print_changes(plan, job, cluster)
+    if config.what_if:
+        given = functools.partial(make_plan, job, layout)
+        print(f"\n{what_if(plan, cluster, given, 'in the given layout')}")
     if config.trace is not None:
         write_trace(simulator_of(job, layout, cluster), Path(config.trace))
 

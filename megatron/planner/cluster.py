@@ -9,7 +9,7 @@ import dataclasses
 import math
 
 from megatron.errors import InputError
-from megatron.planner.device_specs import DataSheet
+from megatron.planner.device_specs import PCIE4, DataSheet, host_link, host_memory
 from megatron.planner.routing import Routing
 
 
@@ -46,6 +46,31 @@ class Link:
 
     bandwidth: float
     latency: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """A device's share of the host of its node.
+
+    Attributes:
+        bandwidth: bytes/s in each direction of the device's link to it.
+        memory: bytes; None if they are not known, and every run fits.
+        memory_bandwidth: bytes/s of this memory, read and written; None if it limits no copies.
+    """
+
+    bandwidth: float = PCIE4
+    memory: float | None = None
+    memory_bandwidth: float | None = None
+
+    @property
+    def copy(self) -> float:
+        """Bytes/s that a copy in one direction reaches."""
+        return HOST_EFFICIENCY * min(self.bandwidth, self.memory_bandwidth or math.inf)
+
+    @property
+    def exchange(self) -> float:
+        """Bytes/s that copies in both directions at once reach in each."""
+        return HOST_EFFICIENCY * min(self.bandwidth, (self.memory_bandwidth or math.inf) / 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +116,9 @@ class Efficiency:
     beside: float = 0.1515
 
 
+# Share of a host's bandwidths that large copies from pinned memory reach: assumed, not measured.
+HOST_EFFICIENCY = 0.8
+
 # `matmul`, `memory` (`stream` equals it) and `link` are fitted to three rows of 2104.04473 table 1: 1.7B (data
 # parallelism only), 18.4B (adds tensor parallelism), 1T (adds pipeline parallelism). `python benchmarks/planner.py
 # --fit` fits them. `attention` is about what FlashAttention 2 (2307.08691 section 4.1) reaches on an A100 forward and
@@ -120,6 +148,7 @@ class Cluster:
         link: between devices of an NVLink domain.
         network: each device's share of its node's network adapters.
         nvlink_domain: devices that `link` joins, where they are in several nodes (NVL72); None for those of a node.
+        host: each device's share of its host.
     """
 
     device: Device
@@ -129,6 +158,7 @@ class Cluster:
     network: Link
     efficiency: Efficiency = DATA_SHEET_EFFICIENCY
     nvlink_domain: int | None = None
+    host: Host = Host()
 
     @property
     def nodes(self) -> int:
@@ -243,6 +273,11 @@ def device_from_data_sheet(sheet: DataSheet) -> Device:
     )
 
 
+def host_from_data_sheet(name: str) -> Host:
+    """Return a GPU's share of the host of its standard node, by the planner's name of the GPU."""
+    return Host(host_link(name), *host_memory(name))
+
+
 def cluster_from_data_sheet(sheet: DataSheet, devices: int, *, where: str = "--gpus") -> Cluster:
     """Return a cluster of `devices` GPUs in the standard nodes (DGX) or racks (NVL72) for them.
 
@@ -275,6 +310,7 @@ def cluster_from_data_sheet(sheet: DataSheet, devices: int, *, where: str = "--g
         link=Link(sheet.link / 2 * 1e9, NVLINK_LATENCY),
         network=Link((network or 0) / per_node * 1e9, NETWORK_LATENCY),
         nvlink_domain=domain,
+        host=host_from_data_sheet(sheet.name),
     )
 
 

@@ -18,8 +18,10 @@ from megatron.planner.cluster import (
     Cluster,
     Device,
     Efficiency,
+    Host,
     Link,
     device_from_data_sheet,
+    host_from_data_sheet,
 )
 from megatron.planner.device_specs import data_sheet
 from megatron.settings_file import read_settings
@@ -137,8 +139,9 @@ def _cluster(file: _Section) -> Cluster:
     domain = file.whole("nvlink-domain", per_node)
     if domain % per_node:
         raise InputError(f"nvlink-domain: {domain} devices are not whole nodes of {per_node}")
+    device = _device(file)
     cluster = Cluster(
-        device=_device(file),
+        device=device,
         devices=nodes * per_node,
         per_node=per_node,
         link=_link(file.section("link"), "3.4 us"),
@@ -146,6 +149,7 @@ def _cluster(file: _Section) -> Cluster:
         network=_link(file.section("network", {"bandwidth": "1 GB/s"} if nodes == 1 else None), "9.6 us"),
         efficiency=_efficiency(file.section("efficiency", {})),
         nvlink_domain=None if domain == per_node else domain,
+        host=_host(file.section("host", {}), host_from_data_sheet(device.name)),
     )
     file.end()
     return cluster
@@ -180,6 +184,19 @@ def _link(fields: _Section, latency: str) -> Link:
     return link
 
 
+def _host(fields: _Section, default: Host) -> Host:
+    """A device's share of its host, by default that of the device's standard node."""
+    kinds = {"bandwidth": "speed", "memory": "memory", "memory-bandwidth": "speed"}
+    given = {
+        name.replace("-", "_"): fields.quantity(name, kind)
+        for name, kind in kinds.items()
+        if name in fields.values
+    }
+    fields.known += kinds
+    fields.end()
+    return dataclasses.replace(default, **given)
+
+
 def _efficiency(fields: _Section) -> Efficiency:
     default = DATA_SHEET_EFFICIENCY
     shares = {name: fields.share(name, getattr(default, name)) for name in SHARES if name != "network"}
@@ -208,6 +225,7 @@ def describe(cluster: Cluster) -> str:
         **({"nvlink-domain": cluster.nvlink_domain} if cluster.nvlink_domain else {}),
         "link": _link_values(cluster.link),
         "network": _link_values(cluster.network),
+        "host": _host_values(cluster.host),
         "efficiency": {
             **{name: float(f"{getattr(efficiency, name):.4g}") for name in (*SHARES, *RATIOS)},
             "launch": f"{1e6 * efficiency.launch:.4g} us",
@@ -218,3 +236,12 @@ def describe(cluster: Cluster) -> str:
 
 def _link_values(link: Link) -> dict[str, str]:
     return {"bandwidth": f"{link.bandwidth / 1e6:.4g} MB/s", "latency": f"{1e6 * link.latency:.4g} us"}
+
+
+def _host_values(host: Host) -> dict[str, str]:
+    values = {"bandwidth": f"{host.bandwidth / 1e6:.4g} MB/s"}
+    if host.memory is not None:
+        values["memory"] = f"{host.memory / 1e9:.4g} GB"
+    if host.memory_bandwidth is not None:
+        values["memory-bandwidth"] = f"{host.memory_bandwidth / 1e6:.4g} MB/s"
+    return values

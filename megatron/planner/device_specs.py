@@ -118,6 +118,32 @@ DATA_SHEETS = tuple(
     )
 )
 
+# Links to the host, bytes/s in each direction, by the beginnings of the planner's names. NVLink-C2C: 900 GB/s in both
+# directions for each Grace, which GB200 and GB300 have for two GPUs. PCIe of 16 lanes: 32 GB/s with generation 4, which
+# GPUs that are not named have, twice that with 5 and half with 3.
+PCIE3, PCIE4, PCIE5 = 16e9, 32e9, 64e9
+HOST_LINKS = {
+    450e9: ("gh200",),
+    225e9: ("gb200", "gb300"),
+    PCIE5: ("h100", "h200", "h800", "h20", "b200", "b300", "mi300x", "rtx-pro", "rtx-5090"),
+    PCIE3: ("v100", "t4"),
+}
+# Memory and its bandwidth of the hosts of standard nodes, bytes and bytes/s for each GPU: the data sheets of DGX and
+# NVL72, and for the bandwidth of x86 hosts the channels of both CPUs, of which DGX H100, H200, B200, B300 and A100 have
+# 16, DGX-2H has 12 and DGX-1 has 8. DDR4-2133 has 17.1 GB/s a channel, DDR4-2666 21.3, DDR4-3200 25.6, DDR5-4800 38.4,
+# DDR5-5600 44.8, DDR5-6400 51.2.
+HOST_MEMORY = {
+    ("gb200", "gb300"): (17e12 / 72, 14e12 / 72),
+    ("gh200",): (480e9, 512e9),
+    ("b300-",): (2e12 / 8, 16 * 51.2e9 / 8),
+    ("b200-",): (2e12 / 8, 16 * 44.8e9 / 8),
+    ("h100-80gb", "h200-141gb"): (2e12 / 8, 16 * 38.4e9 / 8),
+    ("a100-80gb",): (2e12 / 8, 16 * 25.6e9 / 8),
+    ("a100-40gb",): (1e12 / 8, 16 * 25.6e9 / 8),
+    ("v100-32gb-dgx2h",): (1.5e12 / 16, 12 * 21.3e9 / 16),
+    ("v100-16gb", "v100-32gb"): (512e9 / 8, 8 * 17.1e9 / 8),
+}
+
 
 # The usual form of a GPU that has several.
 ALIASES = {
@@ -148,6 +174,18 @@ def peak_flops(name: str, dtype: torch.dtype) -> float | None:
     tflops = {"float16": sheet.fp16, "bfloat16": sheet.bf16, "float32": sheet.fp32}
     found = tflops[str(dtype).removeprefix("torch.")]
     return None if found is None else found * 1e12
+
+
+def host_link(name: str) -> float:
+    """Bytes/s in each direction of a device's link to its host, by the planner's name of the device."""
+    return next((link for link, names in HOST_LINKS.items() if name.lower().startswith(names)), PCIE4)
+
+
+def host_memory(name: str) -> tuple[float, float] | tuple[None, None]:
+    """Memory of the host and its bandwidth for each GPU of a standard node; None if there is no such node."""
+    if name.endswith("-pcie"):
+        return None, None
+    return next((host for names, host in HOST_MEMORY.items() if name.startswith(names)), (None, None))
 
 
 def data_sheet(name: str, *, where: str) -> DataSheet:

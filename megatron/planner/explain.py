@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.planner.budget import many, percent
 from megatron.planner.cluster import Cluster
+from megatron.planner.host_copies import USABLE_HOST
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import USABLE_MEMORY, fits
 from megatron.planner.our_program import memory_of
@@ -16,6 +17,7 @@ from megatron.planner.search import Plan, make_plan
 from megatron.planner.space import (
     MAX_CHUNKS,
     MICRO_BATCH_SIZES,
+    can_offload_activations,
     can_sequence_parallel,
     can_shard_parameters,
     can_tensor_parallel,
@@ -34,6 +36,7 @@ PARTS = {
     "bubble": "the pipeline bubble",
     "gradients": "data-parallel communication",
     "optimizer": "the optimizer step",
+    "host_copies": "copies of activations to host memory",
 }
 # Relative differences of step time below this count as equal: predictions do not tell such layouts apart.
 EQUAL_TIME = 0.01
@@ -84,6 +87,9 @@ def other_choices(best: Plan, job: Job, cluster: Cluster) -> Iterator[tuple[str,
         ("sharded gradients", UNSHARDED | {"sharded_gradients": True}),
         ("sharded parameters", UNSHARDED | {"sharded_parameters": True}),
         ("overlapped gradient reduction", {"overlap_grad_reduce": True}),
+        ("optimizer state on the device", {"offload_optimizer": False}),
+        ("activations on the device", {"offload_layers": 0}),
+        *([] if fits(best.memory, cluster) else offloads(layout)),
     ]
     # A layout that cannot overlap the reduction does not say if another should.
     overlap = layout.overlap_grad_reduce or layout.replicas == 1 or layout.splits_backward
@@ -98,6 +104,14 @@ def other_choices(best: Plan, job: Job, cluster: Cluster) -> Iterator[tuple[str,
         if other not in seen:
             seen.append(other)
             yield words, other
+
+
+def offloads(layout: Layout) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield ways to use host memory for a layout that does not fit without, in words and as changes."""
+    if can_offload_activations(layout) and layout.offload_layers == 0:
+        yield "all activations in host memory", {"offload_layers": None}
+    if not layout.offload_optimizer:
+        yield "optimizer state in host memory", {"offload_optimizer": True}
 
 
 def _divides(layout: Layout, job: Job, cluster: Cluster) -> bool:
@@ -130,14 +144,15 @@ def _adjusted(layout: Layout, job: Job) -> Layout:
         layout = dataclasses.replace(layout, division=None)
     if p == 1:
         layout = dataclasses.replace(layout, pipeline_schedule=None)
+    layout = dataclasses.replace(layout, chunks=chunks)
     replicated = layout.replicas > 1
     shards = replicated and can_shard_parameters(layout)
     sharded = shards and (layout.sharded_gradients or layout.sharded_parameters)
     divides = layout.replicas % layout.instances == 0 and layout.replicas > layout.instances
     return dataclasses.replace(
         layout,
-        chunks=chunks,
         balanced=layout.balanced and p > 1,
+        offload_layers=layout.offload_layers if can_offload_activations(layout) else 0,
         sequence_parallel=layout.sequence_parallel and can_sequence_parallel(job, layout),
         distributed_optimizer=layout.distributed_optimizer and replicated,
         sharded_gradients=layout.sharded_gradients and shards,
@@ -165,9 +180,11 @@ def _is_possible(job: Job, layout: Layout) -> bool:
 def why_not(other: Layout, best: Plan, job: Job, cluster: Cluster) -> str:
     """Say how much slower another layout is than the best and why, or that it does not fit."""
     memory = memory_of(job, other, cluster)
-    if not fits(memory, cluster):
-        usable = USABLE_MEMORY * cluster.device.memory
+    usable, host = USABLE_MEMORY * cluster.device.memory, cluster.host.memory
+    if memory.total > usable:
         return f"does not fit: needs {memory.total / 1e9:.1f} GB of {usable / 1e9:.1f}"
+    if host is not None and memory.host > USABLE_HOST * host:
+        return f"does not fit: needs {memory.host / 1e9:.1f} GB of host memory, of {USABLE_HOST * host / 1e9:.1f}"
     return slower_by(make_plan(job, other, cluster), best)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 
 from megatron.errors import InputError
 from megatron.parallel.stages import split_layers
-from megatron.performance.config import Fp8Config, PerformanceConfig
+from megatron.performance.config import Fp8Config, OffloadConfig, PerformanceConfig
 from megatron.planner.division import even_sizes
 from megatron.planner.dry_run import vocabulary
 from megatron.planner.layout import Job, Layout
@@ -34,6 +34,11 @@ def given_run(config: RunConfig, devices: int) -> tuple[Job, Layout]:
         raise InputError("--recompute-method: block is not planned; a dry run counts it")
     if config.plugin(PerformanceConfig).enable_optimizer_post_validation:
         raise InputError("--enable-optimizer-post-validation is not planned; a dry run counts its memory")
+    offload = config.plugin(OffloadConfig)
+    if offload.cpu_offload_activations and schedule not in (None, "1f1b"):
+        raise InputError(
+            f"--cpu-offload-activations: with --pipeline-schedule {schedule} it is not planned; a dry run counts it"
+        )
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     context = parallel.context_parallel_size
     data = devices // (tensor * pipeline * context)
@@ -59,6 +64,8 @@ def given_run(config: RunConfig, devices: int) -> tuple[Job, Layout]:
         sharded_parameters=sharding == "optim_grads_params",
         instances=parallel.num_distributed_optimizer_instances,
         context_exchange=parallel.cp_comm_type if parallel.context_parallel_size > 1 else "p2p",
+        offload_optimizer=config.optimizer.cpu_offload_optimizer,
+        offload_layers=offload.cpu_offload_activations_num_layers if offload.cpu_offload_activations else 0,
     )
     job = Job(
         model,

@@ -41,6 +41,10 @@ class Layout:
         instances: groups of replicas that each hold the whole optimizer state, and whatever else is sharded (hybrid
             sharding).
         context_exchange: --cp-comm-type: "p2p", "all_gather" or "a2a".
+        offload_optimizer: optimizer state and master weights are in host memory.
+        offload_layers: first layers of each chunk whose activations go to host memory; None for all but the model's
+            last.
+        post_validation: stages update their weights before the norm of all gradients is known.
     """
 
     tensor: int = 1
@@ -64,6 +68,9 @@ class Layout:
     sharded_parameters: bool = False
     instances: int = 1
     context_exchange: str = "p2p"
+    offload_optimizer: bool = False
+    offload_layers: int | None = 0
+    post_validation: bool = False
 
     @property
     def processes(self) -> int:
@@ -220,10 +227,21 @@ class Layout:
             flags.append("--overlap-grad-reduce")
         if self.recompute != "none":
             flags.append(f"--recompute-granularity {self.recompute}")
+        flags += self._host_flags()
+        flags += ["--enable-optimizer-post-validation"] * self.post_validation
         flags += [
             f"--micro-batch-size {self.micro_batch_size}",
             f"--global-batch-size {job.global_batch_size}",
         ]
+        return flags
+
+    def _host_flags(self) -> list[str]:
+        """Flags of offload to host memory."""
+        flags = ["--cpu-offload-optimizer"] * self.offload_optimizer
+        if self.offload_layers != 0:
+            flags.append("--cpu-offload-activations")
+        if self.offload_layers:
+            flags.append(f"--cpu-offload-activations-num-layers {self.offload_layers}")
         return flags
 
     def _layer_flags(self, job: Job) -> list[str]:
@@ -262,4 +280,9 @@ class Layout:
         if self.instances > 1:
             parts.append(f"{self.instances} instances")
         parts += [f"{self.recompute} recomputation"] * (self.recompute != "none")
+        parts += ["optimizer in host memory"] * self.offload_optimizer
+        if self.offload_layers != 0:
+            layers = "all layers" if self.offload_layers is None else f"{self.offload_layers} layers"
+            parts.append(f"activations of {layers} in host memory")
+        parts += ["post-validation"] * self.post_validation
         return ", ".join(parts)

@@ -13,6 +13,13 @@ from megatron.model.flops import attention_linears
 from megatron.ops.config import LOGITS_CHUNK_BYTES, LOGITS_PIECE_BYTES
 from megatron.planner.cluster import Cluster
 from megatron.planner.held import UNLIMITED, Held, counted_microbatches, most_held
+from megatron.planner.host_copies import (
+    USABLE_HOST,
+    leaving_bytes,
+    leaving_layers,
+    piece_bytes,
+    returned_layers,
+)
 from megatron.planner.layout import Job, Layout
 from megatron.planner.parameters import (
     owned_parameters,
@@ -26,23 +33,31 @@ USABLE_MEMORY = 0.92
 # Transfers that a stage has under way at once, as in megatron/parallel/transfers.py.
 MAX_PENDING_SENDS = 4
 ADAM_MOMENTS = 8  # bytes per parameter: two means in fp32
+BACKUP = 16  # and of post-validation's copy: those means, the weight and its gradient
 INDEX_BYTES = 16  # of a row of an expert: its token, and the row of a token's copy
 WEIGHT_BYTES = 4 + 8 + 4  # of a token's copy: its weight, its expert, and the weight of its row
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes on one process by purpose; `activations` at their peak."""
+    """Bytes on one process by purpose; `activations` at their peak.
+
+    Attributes:
+        backup: copies of what an update changes, for post-validation.
+        host: bytes in host memory, which `total` excludes.
+    """
 
     weights: float
     gradients: float
     master: float
     moments: float
     activations: float
+    backup: float = 0.0
+    host: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.weights + self.gradients + self.master + self.moments + self.activations
+        return self.weights + self.gradients + self.master + self.moments + self.activations + self.backup
 
 
 def max_in_flight(layout: Layout, microbatches: int, stage: int) -> int:
@@ -181,13 +196,24 @@ def rotary_bytes(job: Job, layout: Layout) -> float:
 def chunk_activations(
     job: Job, layout: Layout, element: int, stage: int, chunk: int, program: Program
 ) -> float:
-    """Bytes that the layers of a chunk keep of a microbatch from forward to backward."""
+    """Bytes that the layers of a chunk keep on the device of a microbatch from forward to backward."""
+    kept = layers_keep(job, layout, element, stage, chunk, program)
+    return kept - leaving_bytes(job, layout, stage, chunk, kept) + rotary_bytes(job, layout)
+
+
+def layers_keep(job: Job, layout: Layout, element: int, stage: int, chunk: int, program: Program) -> float:
+    """Bytes that the layers of a chunk keep of a microbatch, on the device and in host memory."""
     dense, experts = layout.layers(job)[stage][chunk]
     of_layer = functools.partial(layer_activations, job, layout, element, program, recompute=layout.recompute)
-    kept = dense * of_layer()
-    if experts:
-        kept += experts * of_layer(has_experts=True)
-    return kept + rotary_bytes(job, layout)
+    return dense * of_layer() + (experts * of_layer(has_experts=True) if experts else 0.0)
+
+
+def leaving_activations(
+    job: Job, layout: Layout, element: int, stage: int, chunk: int, program: Program
+) -> float:
+    """Bytes of a microbatch that a chunk copies to host memory."""
+    kept = layers_keep(job, layout, element, stage, chunk, program)
+    return leaving_bytes(job, layout, stage, chunk, kept)
 
 
 def waiting_bytes(job: Job, layout: Layout, element: int, stage: int, chunk: int) -> float:
@@ -223,35 +249,50 @@ def waiting_bytes(job: Job, layout: Layout, element: int, stage: int, chunk: int
 def kept_activations(
     job: Job, layout: Layout, element: int, stage: int, program: Program
 ) -> tuple[float, float, float]:
-    """Bytes that a stage keeps of its microbatches, and how many it holds of the first and of the last chunk.
+    """Bytes that a stage keeps of its microbatches, and how many it holds of the first and of the last chunk."""
+    chunks = range(layout.chunks)
+    of_chunk = [chunk_activations(job, layout, element, stage, chunk, program) for chunk in chunks]
+    waiting = [
+        waiting_bytes(job, layout, element, stage, chunk) if layout.splits_backward else 0.0
+        for chunk in chunks
+    ]
+    kept, first, last = most_kept(job, layout, stage, of_chunk, waiting)
+    # With 1F1B and interleaving the layers of multi-token prediction have one microbatch in flight.
+    mtp = job.model.mtp_num_layers if layout.schedule_name in ("1f1b", "interleaved") else 0
+    if stage == layout.last_stage and mtp:
+        experts = job.model.all_expert_layers[-1]
+        layer = layer_activations(
+            job, layout, element, program, recompute=layout.recompute, has_experts=experts
+        )
+        in_flight = max_in_flight(layout, layout.microbatches(job), stage)
+        kept -= mtp * (in_flight / layout.chunks - 1) * layer
+    return kept, first, last
+
+
+def most_kept(
+    job: Job, layout: Layout, stage: int, of_chunk: list[float], waiting: list[float]
+) -> tuple[float, float, float]:
+    """The most bytes that a stage keeps at once, and how many microbatches it then holds of the first and last chunk.
 
     The interleaved schedule has many passes; its numbers follow from a formula, as those of 1F1B do.
+
+    Args:
+        of_chunk, waiting: bytes of each chunk of a microbatch from forward to backward, and from there to its weight
+            gradients.
     """
-    m, chunks = layout.microbatches(job), range(layout.chunks)
-    of_chunk = [chunk_activations(job, layout, element, stage, chunk, program) for chunk in chunks]
+    m = layout.microbatches(job)
     if layout.schedule_name in ("1f1b", "interleaved"):
         in_flight = max_in_flight(layout, m, stage)
         first = layout.pipeline if layout.chunks == 1 else 2 * layout.pipeline - 1
-        kept = in_flight * sum(of_chunk) / layout.chunks
-        # The layers of multi-token prediction have one microbatch in flight.
-        if stage == layout.last_stage and job.model.mtp_num_layers:
-            experts = job.model.all_expert_layers[-1]
-            layer = layer_activations(
-                job, layout, element, program, recompute=layout.recompute, has_experts=experts
-            )
-            kept -= job.model.mtp_num_layers * (in_flight / layout.chunks - 1) * layer
-        return kept, min(m, first), 1
+        return in_flight * sum(of_chunk) / layout.chunks, min(m, first), 1
     if layout.schedule_name in UNLIMITED:
         return m * sum(of_chunk), m, m
     counted = counted_microbatches(layout.schedule_name, layout.pipeline, m)
     held = most_held(layout.schedule(job), layout.pipeline, layout.chunks, counted, stage)
-    of_chunk += [
-        waiting_bytes(job, layout, element, stage, chunk) if layout.splits_backward else 0.0
-        for chunk in chunks
-    ]
+    of_kind = [*of_chunk, *waiting]
 
     def kept_at(moment: Held) -> float:
-        return sum(number * bytes_ for number, bytes_ in zip(moment, of_chunk, strict=True))
+        return sum(number * bytes_ for number, bytes_ in zip(moment, of_kind, strict=True))
 
     most = max(held, key=kept_at)
     return kept_at(most), most[0], most[layout.chunks - 1]
@@ -297,6 +338,13 @@ def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program
     hidden = tokens * job.model.hidden_size / (layout.tensor if layout.sequence_parallel else 1)
     if stage == 0 and job.model.hidden_dropout:  # the embeddings' dropout masks (2205.05198 section 4.3)
         activations += first * hidden
+    chunks = range(layout.chunks)
+    leaving = [leaving_activations(job, layout, element, stage, chunk, program) for chunk in chunks]
+    held = 0.0
+    if any(leaving):
+        held, _, _ = most_kept(job, layout, stage, leaving, [0.0 for _ in chunks])
+        number = sum(leaving_layers(job, layout, stage, chunk)[1] for chunk in chunks)
+        working += returned_layers(job, layout, stage, held / sum(leaving)) * sum(leaving) / number
     units = sharded_units(job, layout, stage, element, program)
     layer = of_layer(recompute=layout.recompute, has_experts=experts > 0)
     microbatch = sum(
@@ -315,7 +363,12 @@ def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program
         # The loss comes before backward of the layers.
         working = max(working, loss_working(job, layout, element, program) + units.loss, units.after_loss)
     state = stage_state(job, layout, element, stage, program)
-    return dataclasses.replace(state, activations=activations + working)
+    return dataclasses.replace(state, activations=activations + working, host=state.host + held)
+
+
+def state_bytes(element: int) -> int:
+    """Bytes of a parameter's optimizer state: its moments, and its master weight unless the weight is in fp32."""
+    return ADAM_MOMENTS + (0 if element == 4 else 4)
 
 
 def stage_state(job: Job, layout: Layout, element: int, stage: int, program: Program) -> Memory:
@@ -326,12 +379,19 @@ def stage_state(job: Job, layout: Layout, element: int, stage: int, program: Pro
         gradients = owned
     if layout.sharded_parameters:
         weights = owned
+    moments, host = ADAM_MOMENTS * owned, 0.0
+    master = state_bytes(element) * owned - moments
+    if layout.offload_optimizer:
+        host = master + moments
+        master, moments = 0.0, piece_bytes(job, layout, stage, host)
     return Memory(
         weights=element * weights,
         gradients=program.gradient * gradients,
-        master=0 if element == 4 else 4 * owned,
-        moments=ADAM_MOMENTS * owned,
+        master=master,
+        moments=moments,
         activations=0.0,
+        backup=BACKUP * owned if layout.post_validation else 0.0,
+        host=host,
     )
 
 
@@ -352,13 +412,18 @@ def loss_working(job: Job, layout: Layout, element: int, program: Program) -> fl
 
 
 def max_memory(job: Job, layout: Layout, cluster: Cluster, program: Program) -> Memory:
-    """Memory of the stage that needs most: the first holds the most activations per layer, the last the logits."""
-    return max(
-        (stage_memory(job, layout, cluster, stage, program) for stage in layout.distinct_stages(job)),
-        key=lambda memory: memory.total,
-    )
+    """Memory of the stage that needs most: the first holds the most activations per layer, the last the logits.
+
+    Host memory is that of the stage that needs most of it.
+    """
+    stages = [stage_memory(job, layout, cluster, stage, program) for stage in layout.distinct_stages(job)]
+    largest = max(stages, key=lambda memory: memory.total)
+    return dataclasses.replace(largest, host=max(memory.host for memory in stages))
 
 
 def fits(memory: Memory, cluster: Cluster) -> bool:
-    """Return True if it fits the usable memory of a device."""
-    return memory.total <= USABLE_MEMORY * cluster.device.memory
+    """Return True if it fits the usable memory of a device, and that of its share of the host."""
+    host = cluster.host.memory
+    return memory.total <= USABLE_MEMORY * cluster.device.memory and (
+        host is None or memory.host <= USABLE_HOST * host
+    )

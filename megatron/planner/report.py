@@ -13,6 +13,7 @@ from megatron.model.config import ModelConfig
 from megatron.planner.budget import many, percent, two_digits
 from megatron.planner.cluster import Cluster
 from megatron.planner.explain import EQUAL_TIME, PARTS, slower_by
+from megatron.planner.host_copies import USABLE_HOST
 from megatron.planner.layout import Job
 from megatron.planner.memory import USABLE_MEMORY, fits
 from megatron.planner.our_program import needs_uncompiled_layers
@@ -74,8 +75,8 @@ def tflops(plan: Plan, job: Job, cluster: Cluster) -> float:
     return job.flops() / plan.step.seconds / cluster.devices / 1e12
 
 
-def details(plan: Plan, cluster: Cluster, waits: float = 0.0) -> str:
-    """Breakdown of a plan's step time and memory; `waits` are seconds of the step for copies of activations."""
+def details(plan: Plan, cluster: Cluster) -> str:
+    """Breakdown of a plan's step time and memory."""
     step, memory = plan.step, plan.memory
     names = PARTS | {
         "ends": "embedding and output layer",
@@ -83,19 +84,35 @@ def details(plan: Plan, cluster: Cluster, waits: float = 0.0) -> str:
         "transfers": "transfers between stages",
         "bubble": "bubble",
         "optimizer": "optimizer",
+        "host_copies": "waiting for copies of activations",
     }
     shares = {words: getattr(step, name) / step.seconds for name, words in names.items()}
-    shares["waiting for copies of activations"] = waits / step.seconds
     time = ", ".join(f"{words} {percent(share)}" for words, share in shares.items() if share >= 0.0005)
-    kinds = ", ".join(f"{f.name} {getattr(memory, f.name) / 1e9:.3g}" for f in dataclasses.fields(memory))
+    sizes = {f.name: getattr(memory, f.name) for f in dataclasses.fields(memory) if f.name != "host"}
+    kinds = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in sizes.items() if size or name != "backup")
     usable = USABLE_MEMORY * cluster.device.memory
     free = (usable - memory.total) / 1e9
     rest = f"{free:.1f} GB free" if free >= 0 else f"it does not fit: {-free:.1f} GB too many"
     return (
         f"  time    {time}\n"
         f"  memory  {kinds}: {memory.total / 1e9:.1f} GB on the largest stage, {usable / 1e9:.1f} GB usable; "
-        f"{rest}"
+        f"{rest}{host_memory(plan, cluster)}"
     )
+
+
+def host_memory(plan: Plan, cluster: Cluster) -> str:
+    """A line about host memory, if a plan needs it."""
+    needed, host = plan.memory.host / 1e9, cluster.host
+    if not needed:
+        return ""
+    speeds = (
+        f"copies reach {host.copy / 1e9:.3g} GB/s, {host.exchange / 1e9:.3g} GB/s in both directions at once"
+    )
+    if host.memory is None:
+        return f"\n  host    {needed:.3g} GB for each device, of a size that is not known; {speeds}"
+    usable = USABLE_HOST * host.memory / 1e9
+    rest = "" if needed <= usable else f"; it does not fit: {needed - usable:.1f} GB too many"
+    return f"\n  host    {needed:.3g} GB of the {usable:.3g} GB usable for each device; {speeds}{rest}"
 
 
 def limits(plan: Plan, job: Job, cluster: Cluster) -> str:

@@ -13,6 +13,7 @@ from megatron.planner.costs import ForwardBackward
 from megatron.planner.exchanges import Exchange, Replicas
 from megatron.planner.kernels import Kernels
 from megatron.planner.layout import Job, Layout
+from megatron.planner.memory import leaving_activations, state_bytes
 from megatron.planner.parameters import (
     largest_stage,
     owned_parameters,
@@ -44,6 +45,7 @@ class Step:
         bubble: idle.
         gradients: gradient reduction over replicas and parameter all-gathers, where nothing hides them.
         optimizer: the update.
+        host_copies: waiting for copies of activations to host memory and back.
     """
 
     seconds: float
@@ -59,6 +61,7 @@ class Step:
     bubble: float
     gradients: float
     optimizer: float
+    host_copies: float
 
 
 class Simulator:
@@ -139,7 +142,26 @@ class Simulator:
         (dense, experts), layout = self.chunk_layers[rank][chunk], self.layout
         first, last = layout.is_first(rank, chunk), layout.is_last(rank, chunk)
         forward, backward, weights = self.kernels.chunk_seconds(dense, experts, first=first, last=last)
+        if layout.offload_layers != 0:
+            waits = self.copy_waits(rank, chunk)
+            forward, backward = forward + waits[0], backward + waits[1]
         return forward, backward + self.accumulation, weights + self.accumulation * self._split_share
+
+    def copy_waits(self, rank: int, chunk: int) -> tuple[float, float]:
+        """Seconds that forward and backward of a chunk wait for copies of activations beside its layers."""
+        if self.layout.offload_layers == 0:
+            return 0.0, 0.0
+        of_chunk = (self.job, self.layout, self.cluster.device.element, rank, chunk, self.program)
+        copy = leaving_activations(*of_chunk) / self.cluster.host.copy
+        dense, experts = self.chunk_layers[rank][chunk]
+        layers = self.kernels.chunk(dense, experts, first=False, last=False)
+        return max(0.0, copy - layers.forward.total), max(0.0, copy - layers.backward.total)
+
+    @functools.cached_property
+    def stage_waits(self) -> float:
+        """Seconds that the stage which waits longest waits for copies of a microbatch."""
+        chunks = range(self.layout.chunks)
+        return max(sum(sum(self.copy_waits(rank, chunk)) for chunk in chunks) for rank in self.stages)
 
     @functools.cached_property
     def _split_share(self) -> float:
@@ -207,7 +229,8 @@ class Simulator:
             ),
         )
         transfers = 2 * self.transfer if self.program.blocking_transfers else 0.0
-        return ends, layers + ends + layout.chunks * (self.accumulation + transfers)
+        total = layers + ends + layout.chunks * (self.accumulation + transfers) + self.stage_waits
+        return ends, total
 
     def lower_bound(self) -> float:
         """Seconds that `step().seconds` is not below, without a simulation."""
@@ -267,11 +290,17 @@ class Simulator:
         return seconds
 
     def optimizer(self) -> float:
-        """Seconds of the update of this replica's share of the parameters."""
+        """Seconds of the update of this replica's share of the parameters.
+
+        Offloaded state is copied to the device and back beside it.
+        """
         owned = owned_parameters(self.job, self.layout, self._largest_stage)
         element = self.cluster.device.element
         copied = 0 if element == 4 else element  # fp32 weights are their own master weights
-        return owned * (OPTIMIZER_BYTES + copied) / self._stream_bandwidth
+        seconds = owned * (OPTIMIZER_BYTES + copied) / self._stream_bandwidth
+        if not self.layout.offload_optimizer:
+            return seconds
+        return max(seconds, state_bytes(element) * owned / self.cluster.host.exchange)
 
     def recompute(self) -> float:
         """Seconds of recomputation of a microbatch on the stage of `layers`."""
@@ -304,4 +333,5 @@ class Simulator:
             bubble=max(0.0, pipeline - m * busy - (gradients - end_of_step)),
             gradients=gradients,
             optimizer=optimizer,
+            host_copies=m * self.stage_waits,
         )

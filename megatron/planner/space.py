@@ -73,6 +73,14 @@ def can_shard_parameters(layout: Layout) -> bool:
     return not layout.splits_backward
 
 
+def can_offload_activations(layout: Layout) -> bool:
+    """Return True if activations may go to host memory, and the count of memory knows how many come back at a time.
+
+    Recomputed layers keep only their inputs.
+    """
+    return layout.recompute != "full" and layout.schedule_name == "1f1b"
+
+
 def context_sizes(job: Job, ranks: int) -> list[int]:
     """Context-parallel sizes that divide `ranks` and leave each rank a long part of the sequence."""
     sizes, c = [1], 2

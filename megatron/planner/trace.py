@@ -85,6 +85,10 @@ def _pass(
             if exposed:
                 yield _slice(name, "communication", stage, stream, now, exposed)
                 now += exposed
+    wait = simulator.copy_waits(stage, action.chunk)[kind == "backward"]
+    if wait:
+        yield _slice("waiting for copies of activations", "layer", stage, COMPUTATION, now, wait)
+        now += wait
     if isinstance(action, Backward):
         yield _slice("accumulation of gradients", "layer", stage, COMPUTATION, now, simulator.accumulation)
     if simulator.transfer and _sends(simulator, stage, action):
@@ -169,7 +173,7 @@ def _memory(simulator: Simulator, stage: int, row: list[tuple[Compute, float, fl
         levels.append((start if forward else end, held))
     # The rest of the activations at their peak: what a layer that runs needs, the logits, dropout masks.
     rest = max(0.0, memory.activations - peak)
-    states = memory.weights + memory.gradients + memory.master + memory.moments
+    states = memory.weights + memory.gradients + memory.master + memory.moments + memory.backup
     for time, kept in levels:
         values = {"states": states, "kept activations": kept, "working": rest if kept > 0 else 0.0}
         yield {
