@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Sequence
 
 import numpy as np
@@ -32,7 +33,7 @@ ROW_ERROR, PRIOR, FIT_STEPS = 0.02, 0.15, 12
 
 
 def print_fits(rows: Sequence[Row]) -> None:
-    """Fit the constants of each profile to its rows and print them.
+    """Fit the constants of each profile to its rows and print them, and errors with a family of models left out.
 
     There are about as many rows as constants, so each of several constants is also held near its start.
     """
@@ -46,6 +47,27 @@ def print_fits(rows: Sequence[Row]) -> None:
         start = starting_point(constants, names)
         values = fit_rows(fitted, start, names)
         print(f"{key}: " + ", ".join(f"{name}={value:.3f}" for name, value in values.items()))
+        families = {row.family for row in fitted}
+        for family in sorted(families) if len(families) > 1 else []:
+            others = [row for row in fitted if row.family != family]
+            found = fit_rows(others, start, names)
+            without = dataclasses.replace(start, **found, stream=found.get("memory", start.stream))
+            unseen = [
+                row
+                for row in rows
+                if row.family == family and row.seconds and row.profile.constants is constants
+            ]
+            errors = [mean_error(unseen, efficiency) for efficiency in (without, constants.efficiency)]
+            print(
+                f"  without {family}: {errors[0]:.1%} over its {len(unseen)} rows in place of {errors[1]:.1%}"
+            )
+
+
+def mean_error(rows: Sequence[Row], efficiency: Efficiency) -> float:
+    """Mean absolute error of the time of runs with given constants."""
+    return statistics.mean(
+        abs(predict(with_efficiency(row, efficiency))[1] / (row.seconds or 1) - 1) for row in rows
+    )
 
 
 def starting_point(constants: Constants, names: Sequence[str]) -> Efficiency:

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bridge_recipes import division, program_name, properties, release
+
 from megatron.errors import InputError
 from megatron.model.config import ModelConfig
 from megatron.planner.cluster import (
@@ -22,7 +24,6 @@ from megatron.planner.cluster import (
 from megatron.planner.device_specs import DataSheet, data_sheet
 from megatron.planner.layout import Job, Layout
 from megatron.planner.profiles import Profile, find_profile, with_constants
-from megatron.planner.programs import MEGATRON_CORE
 
 # Name in the planner, GPUs that NVLink joins (64 of the 72 of an NVL72), and GB/s of a GPU's network adapter.
 GPUS = {
@@ -53,6 +54,7 @@ class Row:
 
     Attributes:
         group: rows whose mean error is printed together.
+        family: the model, or a set of models of one source, that --fit leaves out in turn.
         seconds: of a step; None if it ran out of memory.
         layouts: the published layout, or several if the row leaves something open.
         offload: activations are kept in the host's memory.
@@ -62,6 +64,7 @@ class Row:
 
     name: str
     group: str
+    family: str
     job: Job
     layouts: tuple[Layout, ...]
     cluster: Cluster
@@ -134,6 +137,7 @@ def _run(row: dict[str, Any]) -> Row:
     return Row(
         name=str(row["id"]),
         group=row["group"],
+        family=row["group"],
         job=job,
         layouts=layouts,
         cluster=with_constants(cluster, profile.constants),
@@ -229,7 +233,7 @@ def _bridge_run(row: dict[str, Any]) -> Row:
     # Ranks that share a replica are those of the expert axis, so the source's counts of replicas differ.
     tensor, pipeline, context = split["tp"], split["pp"], split["cp"]
     data = row["num_gpus"] // (tensor * pipeline * context)
-    sharded, program = split.get("fsdp_shard"), _bridge_program(row)
+    sharded, program = split.get("fsdp_shard"), program_name(row)
     layout = Layout(
         tensor=tensor,
         context=context,
@@ -238,6 +242,7 @@ def _bridge_run(row: dict[str, Any]) -> Row:
         expert=split.get("ep") or 1,
         expert_tensor=split.get("etp") or 1,
         chunks=split.get("vp") or 1,
+        division=division(row["model_name"], shape["layers"], pipeline * (split.get("vp") or 1)),
         # torchtitan's is the batch of a replica, which its pipelines divide into single samples.
         micro_batch_size=1 if program == "torchtitan" and pipeline > 1 else row.get("micro_batch_size") or 1,
         sequence_parallel=tensor > 1,
@@ -253,8 +258,8 @@ def _bridge_run(row: dict[str, Any]) -> Row:
         layouts = (dataclasses.replace(layout, recompute="full"),)
     elif text.startswith("selective"):
         layouts = (dataclasses.replace(layout, recompute="selective"),)
-    elif text.startswith("none"):
-        layouts = (layout,)
+    elif text.startswith("none") or (text.startswith("per recipe") and release(row) >= "25.11"):
+        layouts = (layout,)  # the recipes for mixtures recompute some modules at most
     else:
         layouts = tuple(dataclasses.replace(layout, recompute=recompute) for recompute in ("none", "full"))
     if shape["kind"] == "moe" and split.get("ep") is None:
@@ -262,21 +267,14 @@ def _bridge_run(row: dict[str, Any]) -> Row:
         sizes = [e for e in range(1, shape["experts"] + 1) if shape["experts"] % e == ranks % e == 0]
         layouts = tuple(dataclasses.replace(x, expert=e) for x in layouts for e in sizes)
     profile = find_profile(program, sheet.name)
-    if program == "automodel":  # its table names DeepEP
-        profile = dataclasses.replace(
-            profile, program=dataclasses.replace(profile.program, expert_copies_once=True)
-        )
-    if any(word in row.get("notes", "") for word in ("tokendrop", "tokens dropped")):
-        # With a capacity the host does not wait for the numbers of rows.
-        program = dataclasses.replace(profile.program, host=(0.0, 0.0), pipeline_host=None)
-        profile = dataclasses.replace(profile, program=program)
-    kind, release = "mixtures" if shape["kind"] == "moe" else "dense", _release(row)
-    if kind == "mixtures" and release >= "26.02":
-        program = dataclasses.replace(profile.program, **_recipe(row))
-        profile = dataclasses.replace(profile, program=program)
+    kind = "mixtures" if shape["kind"] == "moe" else "dense"
+    if kind == "mixtures":
+        changed = dataclasses.replace(profile.program, **properties(row))
+        profile = dataclasses.replace(profile, program=changed)
     return Row(
         name=str(row["id"]),
         group=f"{gpu.upper()} {profile.name} {kind} {'BF16' if fp8 is None else 'FP8'}",
+        family=row["model_name"],
         job=job,
         layouts=layouts,
         cluster=with_constants(cluster, profile.constants),
@@ -285,56 +283,8 @@ def _bridge_run(row: dict[str, Any]) -> Row:
         exact=shape["kind"] == "dense" and len(layouts) == 1 and not sharded,
         offload=bool(sharded) and gpu.startswith("gb"),
         # NVIDIA's recipes since then recompute some modules only: mla_up_proj, moe_act, layernorm, the dense mlp.
-        recomputes_experts=not "25.11" <= release < "99",
+        recomputes_experts=release(row) < "25.11",
     )
-
-
-def _release(row: dict[str, Any]) -> str:
-    """Year and month of the release of NeMo or Megatron Bridge that a row is of; "" for other programs."""
-    if not any(name in row["program"] for name in ("Megatron-Core", "Megatron-Bridge")):
-        return ""
-    return row["source"].get("section", row["source"].get("tag", "v25.00")[1:])[:5]
-
-
-def _recipe(row: dict[str, Any]) -> dict[str, Any]:
-    """Properties of the program by Megatron Bridge's recipes for mixtures (scripts/performance/configs).
-
-    The dispatcher is alltoall for Qwen3 235B on x86, which on H100 runs beside other work, and for gpt-oss in bf16 but
-    with 8 expert ranks on B300; otherwise HybridEP. CUDA graphs of the router, and partly of attention, are those of
-    the program of 2026.
-    """
-    gpu, name = row["gpu"].partition("-")[0], row["model_name"]
-    bf16, rack = row["precision"] == "BF16", gpu.startswith("gb")
-    large, oss = "235B" in name, "OSS" in name
-    once = rack if large else not (oss and bf16) or (gpu == "b300" and row["layout"]["ep"] == 8)
-    properties: dict[str, Any] = {"expert_copies_once": once}
-    if large and gpu == "h100":
-        properties["expert_overlap"] = MEGATRON_CORE.expert_overlap
-    graphs = {
-        "30B": gpu != "h100" or bf16,
-        "235B": rack,
-        "DeepSeek": gpu == "gb200" or (gpu == "gb300" and bf16),
-        "OSS": gpu.endswith("b300"),
-    }
-    if any(captured for part, captured in graphs.items() if part in name):
-        properties |= {"host": MEGATRON_CORE.host, "pipeline_host": None}
-    return properties
-
-
-def _bridge_program(row: dict[str, Any]) -> str:
-    """The planner's name for the program of a row of published-runs-bridge.jsonl."""
-    program = row["program"].lower()
-    for text, name in (("torchtitan", "torchtitan"), ("maxtext", "maxtext"), ("automodel", "automodel")):
-        if text in program:
-            return name
-    # Releases of NeMo and Megatron Bridge by year and month.
-    release = row["source"].get("section", row["source"].get("tag", "v25.00")[1:])[:5]
-    if row["model"]["kind"] == "dense":
-        return "megatron-core" if release >= "25.09" else "nemo-2025"
-    name = "gpt-oss" if "sliding_window" in row["model"] else "megatron-core"
-    if release >= "26.06":
-        return name
-    return f"{name}-2025" if row["gpu"].startswith("gb") else f"{name}-2025-x86"
 
 
 def _model(name: str, shape: dict[str, Any], seq_length: int) -> ModelConfig:

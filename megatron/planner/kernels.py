@@ -21,6 +21,7 @@ ATTENTION_BLOCK = 128
 # of 216 take 103.51 s (bigscience-workshop/bigscience, train/tr11-176B-ml/chronicles-prequel.md, "Another round of
 # NHEADS"): 10.5 TFLOP/s, half of what the GPU does without tensor cores.
 UNALIGNED_HEADS = 0.034
+NORM = 2  # accesses of an element by a norm in forward
 # Accesses (forward, backward). Embedding: two tables are read, added and dropped out; backward adds to two.
 EMBEDDING = (6, 9)
 # Rows that each expert has a multiple of on a CPU in bf16, and multiples of an expert from which on they are padded, as
@@ -149,6 +150,8 @@ class Kernels(Operations):
         else:
             rotated += model.kv_heads_per_rank(self.layout.tensor) * model.kv_channels
         rope = model.position_embedding_type == "rope"
+        again = self.program.module_recompute and self.layout.recompute != "full"
+        norms_again = (0, 2 * NORM if again else 0)
         normed = model.qk_layernorm and not model.multi_latent_attention
         return (
             self.elementwise(n * rotated, self.program.rotary if rope else (0, 0))
@@ -157,6 +160,7 @@ class Kernels(Operations):
             + self.attention
             + self.context_parallel
             + self.elementwise(self.local_tokens * model.hidden_size, self.program.residual)
+            + self.elementwise(self.local_tokens * model.hidden_size, norms_again)
             + self.elementwise(self.tokens * heads / self.layout.tensor, self.program.heads)
         )
 
@@ -185,6 +189,7 @@ class Kernels(Operations):
         rows *= self.busiest
         experts = self.experts(rows / local + self.padding_rows(rows), fc1, ffn, local)
         other_ranks = layout.expert * layout.expert_tensor > 1
+        again = self.program.module_recompute and layout.recompute != "full"
         return (
             self.linear(tokens, h, model.num_experts).whole
             + self.elementwise(tokens * model.num_experts, SCORES)
@@ -193,6 +198,7 @@ class Kernels(Operations):
             + self.elementwise(rows * ffn, self.program.weighted)
             + self.elementwise(rows * h, self.program.rows)
             + self.elementwise(rows * h, self.program.regrouped if other_ranks else (0, 0))
+            + self.elementwise(rows * (fc1 + ffn) / 2, (0, self.program.mlp[0] if again else 0))
             + self.expert_parallel(rows)
             + self.tensor_parallel(plain=(1, 1), sequence_parallel=(0, 0))
         )
@@ -335,15 +341,19 @@ class Kernels(Operations):
         each = self.program.host
         if self.layout.pipeline > 1 and self.program.pipeline_host is not None:
             each = self.program.pipeline_host
-        host, waits = dense * each[0] + experts * each[1], (dense + experts) * self.program.synchronous
-        if host == waits == 0:
+        host, program = dense * each[0] + experts * each[1], self.program
+        if host == program.synchronous == program.starved == 0:
             return layers
         # Recomputation starts the kernels of forward again.
         forward, backward = (1 / 3, 2 / 3) if self.layout.recompute != "full" else (1 / 3, 1.0)
-        both = forward + backward
+        waits = (dense + experts) * program.synchronous / (forward + backward)
+        ahead, back = waits * forward, waits * backward
+        if experts:
+            ahead += experts * program.starved * self.expert_layer.forward.total
+            back += experts * program.starved * self.expert_layer.backward.total
         return layers + ForwardBackward(
-            Cost(host=max(0.0, forward * host - layers.forward.total) + waits * forward / both),
-            Cost(host=max(0.0, backward * host - layers.backward.total) + waits * backward / both),
+            Cost(host=max(ahead, forward * host - layers.forward.total)),
+            Cost(host=max(back, backward * host - layers.backward.total)),
         )
 
     @functools.cached_property
@@ -369,7 +379,8 @@ class Kernels(Operations):
         self, dense: int, experts: int, *, first: bool, last: bool
     ) -> tuple[float, float, float]:
         """Seconds of `chunk` forward, backward, and of its weight gradients, with less arithmetic for the search."""
-        if any(self.program.host) or self.program.pipeline_host or self.program.synchronous:
+        program = self.program
+        if any(program.host) or program.pipeline_host or program.synchronous or program.starved:
             chunk = self.chunk(dense, experts, first=first, last=last)
             return chunk.forward.total, chunk.backward.total, chunk.weights
         forward = backward = weights = 0.0

@@ -94,7 +94,8 @@ def layer_activations(
     hidden = (2 if model.gated else 1) + (model.gated and not program.compiled)
     ffn = width * (element * hidden + kept) / t
     masks = 2 if model.hidden_dropout else 0
-    replicated = tokens * h * (2 * residual + 2 * kept + masks) / ranks
+    normed = 0 if program.module_recompute else 2 * kept
+    replicated = tokens * h * (2 * residual + normed + masks) / ranks
     sharded = tokens * (element * attention_elements(model, t, latents_only=program.latent_recompute) + ffn)
     if has_experts:
         replicated += tokens * h * element * model.moe_shared_expert_gate / ranks
@@ -128,7 +129,8 @@ def routed_activations(
     """
     experts, topk, ffn = model.num_experts or 0, model.moe_router_topk, model.moe_ffn_hidden_size or 0
     fc1, products = (2 if model.gated else 1), any(program.weighted)
-    hidden = (ffn / layout.expert_tensor) * (element * (fc1 + products) + kept)
+    activation = 0 if program.module_recompute else kept
+    hidden = (ffn / layout.expert_tensor) * (element * (fc1 + products) + activation)
     rows = topk * layout.expert_tensor
     exchanged = layout.expert * layout.expert_tensor > 1
     row = kept * model.hidden_size + hidden + (2 if exchanged else 1) * INDEX_BYTES

@@ -213,6 +213,34 @@ def test_latent_attention_may_keep_its_latents_alone() -> None:
     assert twice.backward.total - once.backward.total == pytest.approx(again)
 
 
+def test_norms_and_activations_may_be_recomputed() -> None:
+    """Their outputs are not kept, and backward reads and writes as much as forward again."""
+    job, layout, machine = job_of("mixtral"), Layout(), cluster(1)
+    again = dataclasses.replace(OURS, module_recompute=True)
+    tokens, hidden, ffn, topk = layout.tokens(job), 256, 512, 2
+    whole, kept = (
+        layer_activations(job, layout, 2, x, recompute="none", has_experts=True) for x in (OURS, again)
+    )
+    assert whole - kept == 2 * tokens * (2 * hidden + topk * ffn)
+    once, twice = (Kernels(job, layout, machine, x).expert_layer for x in (OURS, again))
+    assert twice.forward == once.forward
+    repeated = tokens * 2 * kernels.NORM * hidden + tokens * topk * 1.5 * ffn * OURS.mlp[0]
+    seconds = 2 * repeated / (machine.device.bandwidth * machine.efficiency.memory)
+    assert twice.backward.total - once.backward.total == pytest.approx(seconds)
+
+
+def test_a_gpu_waits_for_its_host() -> None:
+    """At each kernel, or for a part of the time of a layer with experts."""
+    job, layout, machine = job_of("deepseek"), Layout(), cluster(1)
+    alone = Kernels(job, layout, machine, OURS)
+    blocked = Kernels(job, layout, machine, dataclasses.replace(OURS, synchronous=0.003)).layers(1, 7)
+    assert blocked.total == pytest.approx(alone.layers(1, 7).total + 8 * 0.003)
+    starved = Kernels(job, layout, machine, dataclasses.replace(OURS, starved=0.1)).layers(1, 7)
+    assert starved.total == pytest.approx(alone.layer.total + 1.1 * 7 * alone.expert_layer.total)
+    busy = dataclasses.replace(OURS, starved=0.1, host=(0.0, 1.0))  # the host is the slower one
+    assert Kernels(job, layout, machine, busy).layers(0, 7).total == pytest.approx(7)
+
+
 def test_communication_is_that_of_a_dry_run() -> None:
     """Rows go to their experts and back in both passes, with their weights and numbers."""
     job, layout = job_of("mixtral"), LAYOUTS["T2 E2T2"]

@@ -52,16 +52,57 @@ ROW = {
 }
 
 
+# A run of published-runs-bridge.jsonl, with figures of its own: DeepSeek-V3 as in 2412.19437 table 2.
+MIXTURE = {
+    "id": "v3",
+    "program": "Megatron-Core via Megatron-Bridge",
+    "source": {"section": "26.04 NeMo Container"},
+    "gpu": "gb300",
+    "num_gpus": 256,
+    "model_name": "DeepSeekV3",
+    "model": {
+        "kind": "moe",
+        "layers": 61,
+        "hidden": 7168,
+        "ffn_hidden": 18432,
+        "heads": 128,
+        "kv_heads": 128,
+        "head_dim": 128,
+        "vocab": 129280,
+        "swiglu": True,
+        "experts": 256,
+        "topk": 8,
+        "moe_ffn_hidden": 2048,
+        "shared_expert_ffn": 2048,
+        "first_dense_layers": 3,
+        "attention": "MLA",
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "mtp_layers": 1,
+    },
+    "layout": {"tp": 1, "pp": 4, "cp": 1, "vp": 4, "ep": 64, "fsdp_shard": None, "dp": 64},
+    "micro_batch_size": 1,
+    "global_batch_size": 2048,
+    "seq_length": 4096,
+    "precision": "MXFP8",
+    "recompute": "per recipe",
+    "step_time_s": 10.0,
+}
+
+
 @needs_rows
 @pytest.mark.slow
 def test_errors_over_published_runs_do_not_grow(command: Callable) -> None:
-    out = command("benchmarks/planner.py", "--rows", *map(str, FILES), "--limit", "8.1").stdout
+    out = command("benchmarks/planner.py", "--rows", *map(str, FILES), "--limit", "7.3").stdout
     means = {
         name: float(value) for name, value in re.findall(r"(dense|mixtures|not fitted) ([\d.]+)% \(", out)
     }
-    assert means["dense"] < 6.45 and means["mixtures"] < 12.1 and means["not fitted"] < 8.6
+    assert means["dense"] < 6.45 and means["mixtures"] < 9.3 and means["not fitted"] < 7.75
     verdicts = re.search(r"memory verdicts ([\d.]+)% right", out)
-    assert verdicts and float(verdicts[1]) > 96.5
+    assert verdicts and float(verdicts[1]) > 96.0
 
 
 def test_a_row_is_compared(command: Callable, tmp_path: Path) -> None:
@@ -73,6 +114,19 @@ def test_a_row_is_compared(command: Callable, tmp_path: Path) -> None:
     command("benchmarks/planner.py", "--rows", str(path), "--limit", "1", status=1)
     path.write_text('{"gpus": 8}\n')
     assert "line 1 is not a row" in command("benchmarks/planner.py", "--rows", str(path), status=2).stderr
+
+
+def test_releases_of_a_program_differ(command: Callable, tmp_path: Path) -> None:
+    """Since 26.06 graphs of whole iterations leave no waits, and experts' rows are not regrouped and cast apart."""
+    path, times = tmp_path / "rows.jsonl", []
+    for release, gpu in (("26.04", "gb300"), ("26.06", "gb300"), ("26.06", "b300")):
+        section = {"section": f"{release} NeMo Container"}
+        path.write_text(json.dumps(MIXTURE | {"source": section, "gpu": gpu}) + "\n")
+        out = command("benchmarks/planner.py", "--rows", str(path)).stdout
+        times.append(float(re.search(r"predicted ([\d.]+) s", out)[1]))
+        assert "uneven stages" in out and "1 of 1 rows expressed" in out
+    before, after, without_graphs = times
+    assert 1.2 < before / after < 1.6 and without_graphs > 1.2 * after
 
 
 def bloom_seconds(layers: int, hidden: int, heads: int, layout: Layout) -> float:

@@ -1,0 +1,127 @@
+"""Programs of NVIDIA's published runs, by release of NeMo or Megatron Bridge.
+
+The facts are those of Megatron Bridge, scripts/performance/configs at its tags v0.2.0 (release 25.11), v0.3.0 and
+v0.3.1 (26.02), v0.4.0 and v0.4.2 (26.04), v0.5.0 and v0.5.1 (26.06), and before these of dgxc-benchmarking at v25.04.02
+and v25.05.05 (there grok1/cfg and grok1/launch.sh).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.planner.programs import MEGATRON_CORE
+
+# Seconds that the host needs for a layer with experts whose router and attention are captured in graphs.
+CAPTURED_HOST = 0.002
+
+
+def release(row: dict[str, Any]) -> str:
+    """Year and month of the release that a row is of, with its patches (26.06.01); "" for other programs."""
+    if not any(name in row["program"] for name in ("Megatron-Core", "Megatron-Bridge")):
+        return ""
+    return row["source"].get("section", row["source"].get("tag", "v25.00")[1:]).partition(" ")[0]
+
+
+def program_name(row: dict[str, Any]) -> str:
+    """The planner's name for the program of a row of published-runs-bridge.jsonl."""
+    program = row["program"].lower()
+    for text, name in (("torchtitan", "torchtitan"), ("maxtext", "maxtext"), ("automodel", "automodel")):
+        if text in program:
+            return name
+    since = release(row)
+    if row["model"]["kind"] == "dense":
+        return "megatron-core" if since >= "25.09" else "nemo-2025"
+    name = "gpt-oss" if "sliding_window" in row["model"] else "megatron-core"
+    if captures_iterations(row):
+        return name
+    if since < "25.09":
+        return "megatron-core-spring-2025"
+    return f"{name}-2025" if row["gpu"].startswith("gb") else f"{name}-2025-x86"
+
+
+def captures_iterations(row: dict[str, Any]) -> bool:
+    """True if CUDA graphs of whole iterations have fused grouped MLPs and all-to-alls beside other work, too."""
+    gpu, name, since = row["gpu"], row["model_name"], release(row)
+    if since < "26.06" or "MX" not in row["precision"] or "Kimi" in name:
+        return False
+    rack = gpu.startswith("gb")
+    later = {"OSS": False, "DeepSeek": gpu == "b300", "235B": True, "30B": True}
+    if any(part in name and at_all for part, at_all in later.items()) and since >= "26.06.01":
+        return True
+    return rack or ("30B" in name and gpu == "b300")
+
+
+def properties(row: dict[str, Any]) -> dict[str, Any]:
+    """Fields of `Program` in which a mixture's run differs from its release's program."""
+    gpu, name, since = row["gpu"], row["model_name"], release(row)
+    if row["program"].startswith("NeMo AutoModel"):  # its table names DeepEP
+        return {"expert_copies_once": True}
+    found: dict[str, Any] = {}
+    if name.startswith("Grok") or "tokendrop" in row.get("notes", ""):
+        # With a capacity the host does not wait for the numbers of rows.
+        found |= {"host": (0.0, 0.0), "pipeline_host": None, "starved": 0.0}
+    if name.startswith("Grok") and since.startswith("25.04"):
+        found["tensor_overlap"] = 0.0  # ub_tp_comm_overlap: false
+    if since < "25.11":
+        return found
+    rack, bf16 = gpu.startswith("gb"), row["precision"] == "BF16"
+    if name.startswith("DeepSeek"):  # mla_up_proj among recompute_modules
+        other = gpu == "gb300" and (bf16 or since < "26.02" or since >= "26.06")
+        found["latent_recompute"] = not other and not (
+            gpu == "gb200" and not bf16 and "26.04" <= since < "26.06"
+        )
+    if captures_iterations(row):
+        return found
+    found["expert_copies_once"] = sends_once(row)
+    if overlaps_experts(row):
+        found["expert_overlap"] = MEGATRON_CORE.expert_overlap
+    graphs = {
+        "30B": gpu != "h100" or bf16,
+        "235B": rack,
+        "DeepSeek": gpu == "gb200"
+        or (gpu == "gb300" and bf16)
+        or (gpu == "b300" and since >= "26.04.01" and row["layout"]["pp"] == 8),
+        "Kimi": gpu == "gb200",
+        "OSS": gpu.endswith("b300"),
+    }
+    # In 25.11 a run with graphs takes as long for a layer as the host needs without them.
+    if since >= "26.02" and any(captured for part, captured in graphs.items() if part in name):
+        found |= {"host": (0.0, CAPTURED_HOST), "pipeline_host": None}
+    if "OSS" in name and not gpu.endswith("b300"):
+        found["module_recompute"] = True
+    return found
+
+
+def sends_once(row: dict[str, Any]) -> bool:
+    """True for the dispatchers HybridEP and DeepEP, False for all-to-alls."""
+    gpu, name, since = row["gpu"], row["model_name"], release(row)
+    rack = gpu.startswith("gb")
+    if "OSS" in name:
+        return since == "26.04" and row["layout"]["ep"] == (64 if gpu == "gb200" else 8) and gpu != "gb300"
+    if "235B" in name or "Kimi" in name:
+        return rack or (gpu == "b300" and "235B" in name and since >= "26.04.01")
+    return since >= "26.02" or rack or (gpu == "h100" and "DeepSeek" in name)
+
+
+def overlaps_experts(row: dict[str, Any]) -> bool:
+    """True if all-to-alls of experts run beside other work (moe_a2a_overlap)."""
+    gpu, name, since = row["gpu"], row["model_name"], release(row)
+    if "235B" in name:
+        return gpu == "h100" or (gpu, since) in (("b200", "25.11"), ("b300", "26.02"))
+    if "OSS" in name:
+        return gpu == "gb200" and "26.04" <= since < "26.06" and row["global_batch_size"] == 1280
+    return gpu == "h100" and since in (("25.11", "26.02") if "30B" in name else ("25.11",))
+
+
+def division(name: str, layers: int, parts: int) -> tuple[int, ...] | None:
+    """Layers of each part of DeepSeek-V3 and Kimi K2; None for equal numbers.
+
+    The last part has fewer, since it has multi-token prediction and the loss (recipes/deepseek/deepseek_v3.py); of 32
+    parts, the first and the last.
+    """
+    if parts == 1 or not name.startswith(("DeepSeek", "Kimi")):
+        return None
+    longest = -(-layers // parts)
+    if parts == 32:
+        return (layers - longest * (parts - 2), *(longest,) * (parts - 2), 0)
+    return (*(longest,) * (parts - 1), layers - longest * (parts - 1))
