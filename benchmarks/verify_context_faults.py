@@ -74,7 +74,7 @@ CONTEXT_FAULTS = (
     Fault(
         name="heads come back from the all-to-all with chunks in another order",
         run="c2 all-to-all",
-        target=f"{CONTEXT}._to_heads",
+        target="megatron.context_parallel.heads:to_heads",
         old="torch.stack((first, second.flip(0)), 2)",
         new="torch.stack((first, second), 2)",
         module=_OUTPUT,

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.blocks import Block, Range, blocks, pairs, pairs_mask
+from megatron.context_parallel.heads import attend_by_heads
 from megatron.context_parallel.kernels import partial_attention, partial_attention_backward
 from megatron.data.zigzag import Zigzag
 from megatron.ops.attention import MaskSpec
@@ -33,7 +34,6 @@ from megatron.ops.scored_attention import (
     sinks_grad,
 )
 from megatron.parallel.collectives import (
-    Exchange,
     Pending,
     all_gather,
     start_reduce_scatter,
@@ -128,59 +128,44 @@ class ContextAttention:
         causal: bool,
         rules: ScoreRules,
     ) -> Tensor:
-        s, size = q_bnsd.shape[2], self.heads.size
-        group = dataclasses.replace(mask_bnst.zigzag, length=size * s, size=size)
-        q, k, v = self._to_positions(q_bnsd, k_bgsd, v_bgsd, zigzag=group)
-        plain = rules == ScoreRules() and sinks_n is None
-        if self.heads.size > 1:  # those of this rank
-            begin, n = self.heads.rank * q.shape[1], q.shape[1]
-            slopes_n = rules.slopes_n
-            rules = dataclasses.replace(
-                rules, first_head=begin, slopes_n=None if slopes_n is None else slopes_n[begin : begin + n]
-            )
-            sinks_n = None if sinks_n is None else sinks_n[begin : begin + n]
-        if self.ring.size > 1:
-            rules_or_none = None if plain else rules
-            out = _Attention.apply(q, k, v, sinks_n, mask_bnst, rules_or_none, self.ring, self.gathers)
-        elif plain:
-            out = self.inner.attention(q, k, v, mask_bnst=mask_bnst.whole, causal=causal, dropout=0.0)
-        else:
-            out = scored_attention_by_document(
-                q, k, v, mask_bnst=mask_bnst.whole, causal=causal, rules=rules, sinks_n=sinks_n
-            )
-        return self._to_heads(out, v_bgsd.shape[-1], group)
-
-    def _to_positions(self, *tensors: Tensor, zigzag: Zigzag) -> tuple[Tensor, ...]:
-        """Each [b, n, s, d] to [b, n / H, H · s, d], by one all-to-all. `zigzag` divides the positions of the group."""
+        if self.heads.size == 1:
+            return self._attend_at_positions(q_bnsd, k_bgsd, v_bgsd, sinks_n, mask_bnst, causal, rules)
+        # Those of this rank.
+        heads, slopes_n = q_bnsd.shape[1] // self.heads.size, rules.slopes_n
+        mine = slice(self.heads.rank * heads, (self.heads.rank + 1) * heads)
+        rules = dataclasses.replace(
+            rules, first_head=mine.start, slopes_n=None if slopes_n is None else slopes_n[mine]
+        )
+        sinks_n = None if sinks_n is None else sinks_n[mine]
         size = self.heads.size
-        if size == 1:
-            return tensors
-        b, _, s, _ = tensors[0].shape
-        # By the rank that the heads go to.
-        rows = [x.unflatten(1, (size, -1)).permute(1, 3, 0, 2, 4).flatten(0, 1).flatten(1) for x in tensors]
-        received = Exchange(torch.cat(rows, 1), self.heads, [s] * size, [s] * size).wait()
-        columns = received.split([row.shape[1] for row in rows], 1)
-        return tuple(
-            zigzag.restore(x.unflatten(0, (size, s)))
-            .unflatten(1, (b, y.shape[1] // size, y.shape[3]))
-            .permute(1, 2, 0, 3)
-            for x, y in zip(columns, tensors, strict=True)
+        group = dataclasses.replace(mask_bnst.zigzag, length=size * q_bnsd.shape[2], size=size)
+        return attend_by_heads(
+            lambda q, k, v: self._attend_at_positions(q, k, v, sinks_n, mask_bnst, causal, rules),
+            *(q_bnsd, k_bgsd, v_bgsd),
+            heads=self.heads,
+            zigzag=group,
+            run=self.inner.run,
         )
 
-    def _to_heads(self, out_bnsd: Tensor, width: int, zigzag: Zigzag) -> Tensor:
-        """[b, n / H, H · s, d] back to [b, n, s, d]."""
-        size = self.heads.size
-        if size == 1:
-            return out_bnsd
-        b, heads, positions, _ = out_bnsd.shape
-        s = positions // size
-        chunks = out_bnsd.permute(2, 0, 1, 3).flatten(1).unflatten(0, (zigzag.segments, 2, size, -1))
-        first, second = chunks.transpose(0, 2).unbind(1)  # each [H, segments, chunk, ...]
-        rows = torch.stack((first, second.flip(0)), 2).flatten(0, 3)
-        received = Exchange(rows, self.heads, [s] * size, [s] * size).wait()
-        # Heads come last in memory, as the next layer reads them.
-        out_sbnd = received.view(size, s, b, heads, width).permute(1, 2, 0, 3, 4).flatten(2, 3)
-        return out_sbnd.permute(1, 2, 0, 3)
+    def _attend_at_positions(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks_n: Tensor | None,
+        mask: ContextMask,
+        causal: bool,
+        rules: ScoreRules,
+    ) -> Tensor:
+        """Attention of some heads between the positions of the groups of the ring."""
+        plain = dataclasses.replace(rules, first_head=0) == ScoreRules() and sinks_n is None
+        if self.ring.size > 1:
+            return _Attention.apply(q, k, v, sinks_n, mask, None if plain else rules, self.ring, self.gathers)
+        if plain:
+            return self.inner.attention(q, k, v, mask_bnst=mask.whole, causal=causal, dropout=0.0)
+        return scored_attention_by_document(
+            q, k, v, mask_bnst=mask.whole, causal=causal, rules=rules, sinks_n=sinks_n
+        )
 
 
 class _Attention(torch.autograd.Function):

@@ -100,14 +100,14 @@ class DropoutKey:
     def drop(self, x: Tensor, p: float, site: str, rank: int | None, cp: Axis) -> Tensor:
         """Dropout with a mask of its own at each site and, unless it is None, on each `rank`.
 
-        The ranks of `cp` divide the first dimension of x, and each takes its positions from the mask of the whole.
+        The ranks of `cp` divide the first dimension of x. Each takes its positions of the mask of the whole, as bools.
         """
         self.seed_generator(x.device, site, rank)
         if cp.size == 1:
             return F.dropout(x, p)
         whole = x.new_empty(len(x) * cp.size, *x.shape[1:]).bernoulli_(1 - p)
         zigzag = Zigzag.of(len(whole), cp.size, documents=self.documents)
-        return x * zigzag.shard(whole, 0, cp.rank).div_(1 - p)
+        return torch.where(zigzag.shard(whole, 0, cp.rank) > 0, x * x.new_ones(()).div_(1 - p), 0.0)
 
 
 def dropout(

@@ -29,6 +29,9 @@ EMBEDDING = (6, 9)
 EXPERT_ROWS, MIN_MULTIPLES = 16, 4
 # Heads exchanged for positions: rows by their rank, joined, and the positions of the sequence in order, each a copy.
 HEAD_EXCHANGE = (6, 6)
+# Of an element of the output: its product with the gradient (2), another output with this product (4), and a copy of it
+# where attention expects it (3).
+OUTPUT_PRODUCT = (0, 9)
 # Accesses of a score for scores, choice and losses; it is fp32, and these are in elements of bf16.
 SCORES = (2 * 12, 2 * 8)
 
@@ -84,7 +87,8 @@ class Kernels(Operations):
 
         In a ring a rank sends a part of the keys and values on while it computes with it; in backward the gradients
         travel with them. Gathered keys and values come before attention, in backward too, and a reduce-scatter sums
-        their gradients in fp32. An exchange of heads for positions moves queries, keys, values and outputs.
+        their gradients in fp32. An exchange of heads for positions moves queries, keys, values and outputs, and in
+        backward an fp32 number of each head and query.
         """
         layout, model, cluster = self.layout, self.job.model, self.cluster
         steps = layout.context - 1
@@ -98,9 +102,14 @@ class Kernels(Operations):
             queries, outputs = (
                 self.tokens * heads * width * element for width in (model.kv_channels, model.value_channels)
             )
-            seconds = cluster.all_to_all(queries + size, group) + cluster.all_to_all(outputs, group)
-            exchange = ForwardBackward(Cost(context_parallel=seconds), Cost(context_parallel=seconds))
-            return exchange + self.elementwise((queries + size + outputs) / element, HEAD_EXCHANGE)
+            products = 4 * self.tokens * heads  # of outputs and their gradients
+            forward, backward = (
+                Cost(context_parallel=cluster.all_to_all(queries + size, group) + seconds)
+                for seconds in (cluster.all_to_all(x, group) for x in (outputs, outputs + products))
+            )
+            exchange = ForwardBackward(forward, backward)
+            exchange += self.elementwise((queries + size + outputs) / element, HEAD_EXCHANGE)
+            return exchange + self.elementwise(outputs / element, OUTPUT_PRODUCT)
         if layout.context_exchange == "all_gather":
             whole = layout.context * size
             gather = cluster.all_gather(whole, group)

@@ -218,8 +218,8 @@ def check_bytes(name: str) -> None:
     queries = BATCH * HEADS * 16 * WIDTH
     ring = processes // heads
     expected = {}
-    if heads > 1:  # queries, keys, values there and outputs back, and their gradients
-        expected["all-to-all"] = Traffic(4, 2 * 2 * (2 * queries + keys_values))
+    if heads > 1:  # queries, keys, values there and outputs back; gradients, and a product of each output
+        expected["all-to-all"] = Traffic(4, 2 * 2 * (2 * queries + keys_values) + 4 * queries // WIDTH)
     if ring > 1 and gathers:
         whole = ring * keys_values
         expected |= {"all-gather": Traffic(2, 2 * 2 * whole), "reduce-scatter": Traffic(1, 4 * whole)}

@@ -57,6 +57,8 @@ LAYOUTS = {
         4,
         f"{C4} --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
     ),
+    "C2 selective all-to-all": ("dense", 2, f"{C2} --cp-comm-type a2a --recompute-granularity selective"),
+    "C2 offloaded all-to-all": ("dense", 2, f"{C2} --cp-comm-type a2a --cpu-offload-activations"),
     "C2D2+ZeRO2": ("dense", 4, f"{C2} {SHARDED} optim_grads"),
     "C4+ZeRO3": ("dense", 4, f"{C4} {SHARDED} optim_grads_params"),
     "C2P2 zb-h1": ("dense", 4, f"{C2} {PP} --pipeline-schedule zb-h1"),

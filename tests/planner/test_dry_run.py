@@ -82,7 +82,8 @@ CP = "--attention-dropout 0 --context-parallel-size"
 CONTEXT = [
     f"{CP} 2 {GQA}",
     f"{CP} 2 --cp-comm-type all_gather --bf16",
-    f"{CP} 2 --cp-comm-type a2a --recompute-granularity full",
+    f"{CP} 2 --cp-comm-type a2a",
+    f"{CP} 2 --cp-comm-type a2a --recompute-granularity full --bf16",
 ]
 
 
@@ -279,14 +280,27 @@ def test_saved_activations_on_a_gpu_match_the_paper(flags: str, tensor: int, pap
     assert saved(flags, tensor) == pytest.approx(paper + statistics, abs=1e-3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("communication", ["p2p", "all_gather", "a2a"])
+@pytest.mark.parametrize(
+    ("communication", "size"),
+    [("p2p", 4), ("a2a", 4)]
+    + [
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (("p2p", 2), ("all_gather", 2), ("all_gather", 4), ("a2a", 2))
+    ],
+)
 def test_activations_fall_with_the_context_parallel_size(communication: str, size: int) -> None:
-    # An all-to-all keeps the output of attention twice, before and after it.
-    kept = 2 if communication == "a2a" else 0
     flags = f"{CP} {size} --cp-comm-type {communication}"
-    assert saved(flags, size) == pytest.approx((saved("--attention-dropout 0", 1) + kept) / size, rel=0.01)
+    assert saved(flags, size) == pytest.approx(saved("--attention-dropout 0", 1) / size, rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("communication", ["p2p", "all_gather", "a2a"])
+def test_activations_with_rope_fall_at_least_as_much(communication: str) -> None:
+    """One process keeps more than the formulas: values share the memory of queries and keys before RoPE, and the layer
+    after attention keeps a copy of its output in another order."""
+    one = saved(f"--attention-dropout 0 {LLAMA} --hidden-dropout 0", 1)
+    two = saved(f"{CP} 2 --cp-comm-type {communication} {LLAMA} --hidden-dropout 0", 2)
+    assert 0.4 * one < two <= one / 2
 
 
 LLAMA = f"--normalization RMSNorm --position-embedding-type rope --swiglu --disable-bias-linear {GQA}"
