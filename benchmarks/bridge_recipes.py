@@ -11,6 +11,11 @@ from typing import Any
 
 from megatron.planner.programs import MEGATRON_CORE
 
+# Accesses of an operand of NVFP4 products in forward and in backward together are twice this: read for its largest
+# element, then read and written in two layouts of half a byte and a 16th for scales (2509.25149 section 4).
+NVFP4_CAST = 1.3
+# Expert ranks of AutoModel's runs whose table leaves them out (examples/llm_benchmark/gpt_oss).
+AUTOMODEL_RANKS = {"GPT-OSS-20B": 8, "GPT-OSS-120B": 64}
 # Seconds that the host needs for a layer with experts whose router and attention are captured in graphs.
 CAPTURED_HOST = 0.002
 
@@ -52,11 +57,13 @@ def captures_iterations(row: dict[str, Any]) -> bool:
 
 
 def properties(row: dict[str, Any]) -> dict[str, Any]:
-    """Fields of `Program` in which a mixture's run differs from its release's program."""
+    """Fields of `Program` in which a run differs from its release's program."""
     gpu, name, since = row["gpu"], row["model_name"], release(row)
+    if row["model"]["kind"] == "dense":
+        return {"fp8_cast": NVFP4_CAST} if "FP4" in row["precision"] else {}
     if row["program"].startswith("NeMo AutoModel"):  # its table names DeepEP
         return {"expert_copies_once": True}
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"expert_cast": NVFP4_CAST} if "FP4" in row["precision"] else {}
     if name.startswith("Grok") or "tokendrop" in row.get("notes", ""):
         # With a capacity the host does not wait for the numbers of rows.
         found |= {"host": (0.0, 0.0), "pipeline_host": None, "starved": 0.0}
@@ -111,6 +118,12 @@ def overlaps_experts(row: dict[str, Any]) -> bool:
     if "OSS" in name:
         return gpu == "gb200" and "26.04" <= since < "26.06" and row["global_batch_size"] == 1280
     return gpu == "h100" and since in (("25.11", "26.02") if "30B" in name else ("25.11",))
+
+
+def expert_ranks(row: dict[str, Any]) -> int | None:
+    """Groups of ranks that divide the experts; None if they are not stated."""
+    named = AUTOMODEL_RANKS.get(row["model_name"]) if "AutoModel" in row["program"] else None
+    return named or row["layout"].get("ep")
 
 
 def division(name: str, layers: int, parts: int) -> tuple[int, ...] | None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bridge_recipes import division, program_name, properties, release
+from bridge_recipes import division, expert_ranks, program_name, properties, release
 
 from megatron.errors import InputError
 from megatron.model.config import ModelConfig
@@ -239,7 +239,7 @@ def _bridge_run(row: dict[str, Any]) -> Row:
         context=context,
         pipeline=pipeline,
         data=data,
-        expert=split.get("ep") or 1,
+        expert=expert_ranks(row) or 1,
         expert_tensor=split.get("etp") or 1,
         chunks=split.get("vp") or 1,
         division=division(row["model_name"], shape["layers"], pipeline * (split.get("vp") or 1)),
@@ -262,15 +262,14 @@ def _bridge_run(row: dict[str, Any]) -> Row:
         layouts = (layout,)  # the recipes for mixtures recompute some modules at most
     else:
         layouts = tuple(dataclasses.replace(layout, recompute=recompute) for recompute in ("none", "full"))
-    if shape["kind"] == "moe" and split.get("ep") is None:
+    if shape["kind"] == "moe" and expert_ranks(row) is None:
         ranks = layout.replicas * tensor
         sizes = [e for e in range(1, shape["experts"] + 1) if shape["experts"] % e == ranks % e == 0]
         layouts = tuple(dataclasses.replace(x, expert=e) for x in layouts for e in sizes)
     profile = find_profile(program, sheet.name)
     kind = "mixtures" if shape["kind"] == "moe" else "dense"
-    if kind == "mixtures":
-        changed = dataclasses.replace(profile.program, **properties(row))
-        profile = dataclasses.replace(profile, program=changed)
+    changed = dataclasses.replace(profile.program, **properties(row))
+    profile = dataclasses.replace(profile, program=changed)
     return Row(
         name=str(row["id"]),
         group=f"{gpu.upper()} {profile.name} {kind} {'BF16' if fp8 is None else 'FP8'}",

@@ -96,11 +96,11 @@ MIXTURE = {
 @needs_rows
 @pytest.mark.slow
 def test_errors_over_published_runs_do_not_grow(command: Callable) -> None:
-    out = command("benchmarks/planner.py", "--rows", *map(str, FILES), "--limit", "7.3").stdout
+    out = command("benchmarks/planner.py", "--rows", *map(str, FILES), "--limit", "6.9").stdout
     means = {
         name: float(value) for name, value in re.findall(r"(dense|mixtures|not fitted) ([\d.]+)% \(", out)
     }
-    assert means["dense"] < 6.45 and means["mixtures"] < 9.3 and means["not fitted"] < 7.75
+    assert means["dense"] < 6.05 and means["mixtures"] < 9.0 and means["not fitted"] < 7.35
     verdicts = re.search(r"memory verdicts ([\d.]+)% right", out)
     assert verdicts and float(verdicts[1]) > 96.0
 
@@ -157,7 +157,7 @@ def test_constants_are_shares_and_fitted_to_five_rows_of_a_generation() -> None:
     for (_, kind), constants in CONSTANTS.items():
         rows.setdefault(kind, set()).update(constants.fitted)
         for name in ("matmul", "memory", "link", "network", "attention"):
-            assert 0.29 < getattr(constants.efficiency, name) <= 1
+            assert 0.24 < getattr(constants.efficiency, name) <= 1
         assert constants.efficiency.launch == START.launch
     assert all(len(names) <= 5 for names in rows.values())
 
