@@ -13,7 +13,7 @@ from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import USABLE_MEMORY, fits
 from megatron.planner.our_program import memory_of
 from megatron.planner.schedule_costs import bubble_fraction
-from megatron.planner.search import Plan, make_plan
+from megatron.planner.search import Plan, fewest_layers, make_plan
 from megatron.planner.space import (
     MAX_CHUNKS,
     MICRO_BATCH_SIZES,
@@ -90,6 +90,7 @@ def other_choices(best: Plan, job: Job, cluster: Cluster) -> Iterator[tuple[str,
         ("optimizer state on the device", {"offload_optimizer": False}),
         ("activations on the device", {"offload_layers": 0}),
         *([] if fits(best.memory, cluster) else offloads(layout)),
+        *in_place_of_recomputation(layout, job, cluster),
     ]
     # A layout that cannot overlap the reduction does not say if another should.
     overlap = layout.overlap_grad_reduce or layout.replicas == 1 or layout.splits_backward
@@ -112,6 +113,18 @@ def offloads(layout: Layout) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "all activations in host memory", {"offload_layers": None}
     if not layout.offload_optimizer:
         yield "optimizer state in host memory", {"offload_optimizer": True}
+
+
+def in_place_of_recomputation(
+    layout: Layout, job: Job, cluster: Cluster
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the offload of as many layers as have to leave without recomputation, in words and as a change."""
+    if layout.recompute == "full":
+        without = dataclasses.replace(layout, recompute="none")
+        for other in fewest_layers(without, job, cluster):
+            number = "all" if other.offload_layers is None else other.offload_layers
+            change = {"recompute": "none", "offload_layers": other.offload_layers}
+            yield f"{number} layers in host memory instead", change
 
 
 def _divides(layout: Layout, job: Job, cluster: Cluster) -> bool:

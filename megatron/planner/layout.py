@@ -87,6 +87,11 @@ class Layout:
         return self.replicas // self.instances
 
     @property
+    def uses_host(self) -> bool:
+        """True if optimizer state or activations are in host memory."""
+        return self.offload_optimizer or self.offload_layers != 0
+
+    @property
     def schedule_name(self) -> str:
         return self.pipeline_schedule or ("interleaved" if self.chunks > 1 else "1f1b")
 

@@ -17,6 +17,7 @@ from megatron.planner.space import (
     can_shard_parameters,
     context_sizes,
     expert_sizes,
+    offloaded,
     pipeline_sizes,
     tensor_sizes,
 )
@@ -104,11 +105,13 @@ def _frugal_layouts(job: Job, cluster: Cluster) -> Iterator[Layout]:
                     distributed_optimizer=ranks > 1,
                     overlap_grad_reduce=ranks > 1,
                 )
-                yield dataclasses.replace(
+                layout = dataclasses.replace(
                     layout,
                     sequence_parallel=can_sequence_parallel(very_long, layout),
                     sharded_parameters=ranks > 1 and can_shard_parameters(layout),
                 )
+                yield from offloaded(layout)
+                yield from offloaded(dataclasses.replace(layout, recompute="none"))
 
 
 def other_clusters(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:

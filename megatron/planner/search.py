@@ -11,16 +11,20 @@ from collections.abc import Callable, Iterable, Iterator
 from megatron.errors import InputError
 from megatron.planner.bounds import Bounds
 from megatron.planner.cluster import Cluster
+from megatron.planner.host_copies import USABLE_HOST
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import USABLE_MEMORY, Memory, fits
 from megatron.planner.our_program import fits_memory, memory_of, simulator_of, state_fits
 from megatron.planner.simulate import Step
 from megatron.planner.space import (
+    can_offload_activations,
+    can_offload_optimizer,
     can_sequence_parallel,
     can_tensor_parallel,
     context_sizes,
     count_variants,
     expert_sizes,
+    offloaded,
     pipeline_sizes,
     shapes,
     tensor_sizes,
@@ -48,8 +52,9 @@ class SearchResult:
 
     Attributes:
         layouts: number of layouts that divide job and cluster.
-        timed: number of those simulated. The others are slower than the plans, by a lower bound of their time.
-        too_large: number of those found not to fit.
+        timed: number of those simulated, also with offload. The others are slower than the plans, by a lower bound of
+            their time.
+        too_large: number of those found not to fit without offload.
     """
 
     plans: list[Plan]
@@ -75,7 +80,8 @@ def search(
     """Find the fastest layouts that fit; each shape counts with its fastest variant.
 
     Layouts are simulated in the order of a lower bound of their time, until that of the next exceeds the time of the
-    plans found: the result is that of simulating all.
+    plans found: the result is that of simulating all. Those that do not fit are tried with recomputation, and
+    if that does not suffice with offload to host memory.
 
     Args:
         progress: called with the number of layouts examined so far.
@@ -85,8 +91,7 @@ def search(
         InputError: no layout divides the job, or none fits; the message names the smallest sufficient cluster.
     """
     bounds = Bounds(job, cluster)
-    # Layouts without recomputation: with it they are slower, so only those that do not fit get it. Each comes up with
-    # ever closer bounds, so that those of most are not computed.
+    # Each layout comes up with ever closer bounds, so that those of most are not computed.
     queue: list[tuple[float, int, str, Layout, Layout]] = []
     considered = too_large = timed = 0
     numbers = itertools.count()
@@ -107,16 +112,19 @@ def search(
                 push(bounds.of_pipeline(variant), "pipeline", variant, shape)
             continue
         if kind == "pipeline":
-            if state_fits(job, layout, cluster):
-                push(bounds.of_step(layout), "step", layout, shape)
-            else:
+            if not state_fits(job, layout, cluster):
                 too_large += 2
+                layout = dataclasses.replace(layout, offload_optimizer=True)
+                if not (can_offload_optimizer(layout) and state_fits(job, layout, cluster)):
+                    continue
+            push(bounds.of_step(layout), "step", layout, shape)
             continue
         if not fits_memory(job, layout, cluster):
-            too_large += 1
-            if layout.recompute == "none":
-                again = dataclasses.replace(layout, recompute="full")
-                push(bounds.of_step(again), "step", again, shape)
+            ways = list(_thriftier(layout, job, cluster))
+            if not layout.uses_host:
+                too_large += 1 if any(not way.uses_host for way in ways) else 2
+            for way in ways:
+                push(bounds.of_step(way), "step", way, shape)
             continue
         timed += 1
         plan = Plan(layout, bounds.simulator(layout).step(), memory_of(job, layout, cluster))
@@ -128,6 +136,45 @@ def search(
         raise InputError(_nothing_fits(job, cluster, too_large))
     plans = sorted(best.values(), key=lambda plan: plan.step.seconds)
     return SearchResult(plans[:num_plans], considered, timed, too_large)
+
+
+def _thriftier(layout: Layout, job: Job, cluster: Cluster) -> Iterator[Layout]:
+    """Yield layouts with less memory and more time than one that does not fit.
+
+    Host memory is used where recomputation does not suffice, since the speed of copies is not measured.
+    """
+    if layout.recompute != "none" or layout.offload_layers != 0:
+        return
+    recomputed = dataclasses.replace(layout, recompute="full")
+    if layout.offload_optimizer:
+        yield recomputed
+    elif fits_memory(job, recomputed, cluster):
+        yield recomputed
+        return
+    elif can_offload_optimizer(layout):
+        yield dataclasses.replace(layout, offload_optimizer=True)
+    yield from fewest_layers(layout, job, cluster)
+
+
+def fewest_layers(layout: Layout, job: Job, cluster: Cluster) -> Iterator[Layout]:
+    """Yield a layout with the fewest layers whose activations have to leave for it to fit, if there are any."""
+    if not can_offload_activations(layout):
+        return
+    all_of_them = dataclasses.replace(layout, offload_layers=None)
+
+    def with_layers(number: int) -> Layout:
+        return dataclasses.replace(layout, offload_layers=number)
+
+    # To offload the last layer of a chunk, too, takes more memory where few microbatches are in flight.
+    low, high = 0, max(sum(chunk) for stage in layout.layers(job) for chunk in stage) - 1
+    if high < 1 or not fits_memory(job, with_layers(high), cluster):
+        if fits_memory(job, all_of_them, cluster):
+            yield all_of_them
+        return
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits_memory(job, with_layers(middle), cluster) else (middle, high)
+    yield with_layers(high)
 
 
 def with_automatic_schedules(result: SearchResult, job: Job, cluster: Cluster) -> SearchResult:
@@ -170,6 +217,8 @@ def _nothing_fits(job: Job, cluster: Cluster, too_large: int) -> str:
         )
     usable = USABLE_MEMORY * cluster.device.memory / 1e9
     reason = f"no layout fits this model on {devices} {cluster.device.name} with {usable:.3g} GB each"
+    if cluster.host.memory is not None:
+        reason += f" and {USABLE_HOST * cluster.host.memory / 1e9:.3g} GB of host memory"
     if smallest is None:
         return (
             f"{reason}, nor on more of them: a single layer with a sample of {job.seq_length:,} tokens is too "
@@ -212,4 +261,6 @@ def _frugal_layouts(job: Job, cluster: Cluster) -> Iterator[Layout]:
                 sharded_parameters=data * context > 1,
             )
             if layout.processes <= cluster.per_node or layout.processes % cluster.per_node == 0:
-                yield dataclasses.replace(layout, sequence_parallel=can_sequence_parallel(job, layout))
+                layout = dataclasses.replace(layout, sequence_parallel=can_sequence_parallel(job, layout))
+                yield from offloaded(layout)
+                yield from offloaded(dataclasses.replace(layout, recompute="none"))

@@ -11,7 +11,7 @@ from megatron.planner.cluster import Cluster
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import USABLE_MEMORY, fits
 from megatron.planner.our_program import memory_of
-from megatron.planner.space import can_tensor_parallel, divides_experts, schedules, variants
+from megatron.planner.space import can_tensor_parallel, divides_experts, offloaded, schedules, variants
 
 # Letters of the axes, chunks per stage and microbatch size, with the fields of `Layout`.
 LETTERS = {
@@ -85,10 +85,10 @@ def parse_shape(text: str, job: Job, cluster: Cluster) -> Layout:
             f"--layout: {text}: {job.model.num_layers} layers in {shape.microbatches(job)} microbatches do not divide "
             f"into P{shape.pipeline} x V{shape.chunks}"
         )
-    least = min(
-        (memory_of(job, layout, cluster) for layout in variants(shape, job, cluster)), key=lambda m: m.total
-    )
-    if not fits(least, cluster):
+    ways = (way for layout in variants(shape, job, cluster) for way in offloaded(layout))
+    memories = [memory_of(job, way, cluster) for way in ways]
+    if not any(fits(memory, cluster) for memory in memories):
+        least = min(memories, key=lambda memory: memory.total)
         raise InputError(
             f"--layout: {text} does not fit: it needs {least.total / 1e9:.1f} GB of the "
             f"{USABLE_MEMORY * cluster.device.memory / 1e9:.1f} that are usable, with all that saves memory"

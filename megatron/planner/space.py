@@ -81,6 +81,18 @@ def can_offload_activations(layout: Layout) -> bool:
     return layout.recompute != "full" and layout.schedule_name == "1f1b"
 
 
+def can_offload_optimizer(layout: Layout) -> bool:
+    """Return True if the optimizer's state may go to host memory: post-validation has its copy on the device."""
+    return not layout.post_validation
+
+
+def offloaded(layout: Layout) -> Iterator[Layout]:
+    """Yield a layout that uses no host memory, and that layout with all that may go there."""
+    for state in (False, True)[: 1 + can_offload_optimizer(layout)]:
+        for layers in (0, None)[: 1 + can_offload_activations(layout)]:
+            yield dataclasses.replace(layout, offload_optimizer=state, offload_layers=layers)
+
+
 def context_sizes(job: Job, ranks: int) -> list[int]:
     """Context-parallel sizes that divide `ranks` and leave each rank a long part of the sequence."""
     sizes, c = [1], 2
