@@ -3,7 +3,8 @@
 One single-threaded process per core, at least two, measure at the same time, because cores share memory bandwidth. The
 efficiencies of matrix products and attention and the launch overhead are fitted to the times of three small models.
 gloo's collectives are measured one by one: its all-gathers and reduce-scatters take as long as its all-reduces. So are
-the kernels of ring attention, which are others than those of one process.
+the kernels of ring attention, which are others than those of one process. A collective counts by its mean: of its
+messages some wait for the next tick of the system's scheduler, and a step has hundreds.
 """
 
 from __future__ import annotations
@@ -31,7 +32,13 @@ from megatron.ops.config import OpsConfig
 from megatron.ops.cpu.malloc import keep_freed_memory
 from megatron.optim.config import OptimizerConfig
 from megatron.optim.optimizer import Optimizer
-from megatron.parallel.collectives import all_gather, all_reduce_sum, start_all_to_all, start_reduce_scatter
+from megatron.parallel.collectives import (
+    all_gather,
+    all_reduce_sum,
+    start_all_to_all,
+    start_reduce_scatter,
+    start_shift,
+)
 from megatron.parallel.mesh import Axis
 from megatron.planner.calibrate_context import ring_kernels, with_ring
 from megatron.planner.calibrate_model import VOCAB_SIZE, build_model, checked, make_job, microbatch
@@ -41,16 +48,17 @@ from megatron.planner.layout import Layout
 from megatron.planner.parameters import stage_parameters
 from megatron.planner.programs import OURS
 from megatron.planner.simulate import OPTIMIZER_BYTES, Simulator
+from megatron.tool import write_output_file
 
 CPU = torch.device("cpu")
 # Measurements alternate in rounds, because a machine's speed may change within a minute; seconds of each per round,
 # and of each communication.
-ROUNDS, SECONDS, COMMUNICATION_SECONDS = 8, 0.7, 0.25
+ROUNDS, SECONDS, COMMUNICATION_SECONDS = 8, 0.7, 0.4
 MAX_SPREAD = 1.3  # ratio of the slowest to the fastest round above which a note is printed
 MESSAGES = (1 << 16, 1 << 23)  # bytes of the communication
 SIDE, COPIED = 1024, 1 << 24  # rows and columns of the square product; elements of the copy
 TOKENS, HIDDEN = 128, 1024  # shape for element-wise operations
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "shift")
 # Each model's time depends more on its constant than the other models' times do.
 JOBS = {
     "matmul": make_job(2, 768, 12, 256),
@@ -71,10 +79,10 @@ def calibrate(path: Path) -> None:
         InputError: the file cannot be written.
     """
     processes = max(2, available_cores())
-    try:
-        path.touch()  # fail now rather than after a minute
-    except OSError as error:
-        raise InputError(f"--calibrate: {path} cannot be written ({error.strerror})") from None
+    # Fail now rather than after a minute. A new file is written beside its place and moved there.
+    place = path if path.exists() and not path.is_file() else path.resolve().parent
+    if not os.access(place, os.W_OK):
+        raise InputError(f"--calibrate: {path} cannot be written (no permission to write {place})")
     if torch.cuda.is_available():
         from megatron.planner.calibrate_gpu import calibrate_gpus
 
@@ -84,7 +92,7 @@ def calibrate(path: Path) -> None:
     cluster, check = measure_cpu(processes, torch.float32, rounds=ROUNDS, verbose=True)
     one = dataclasses.replace(cluster, devices=1)
     print(checked(check, Simulator(CHECKED, Layout(), one, OURS).busiest[1]))
-    path.write_text(f"# Made by megatron plan --calibrate.\n{describe(cluster)}", encoding="utf-8")
+    write_output_file("--calibrate", path, f"# Made by megatron plan --calibrate.\n{describe(cluster)}")
     print(f"{path}: for megatron plan --cluster")
 
 
@@ -145,7 +153,7 @@ def _with_communication(cluster: Cluster, seconds: dict[str, float]) -> Cluster:
     cluster = dataclasses.replace(cluster, link=link, network=link)
     everyone, pair = cluster.group(processes, 1), cluster.group(2, 1)
     ratios = {}
-    for name in ("all_gather", "reduce_scatter", "all_to_all", "send"):
+    for name in COLLECTIVES[1:]:
         formula = getattr(cluster, name)
         group = pair if name == "send" else everyone
         times = (formula(size, group) / max(t, 1e-7) for size, t in zip(MESSAGES, taken[name], strict=True))
@@ -192,7 +200,8 @@ def _measure(rank: int, processes: int, folder: str, dtype: torch.dtype, rounds:
     for i in range(rounds):
         for name, run in runs.items():
             dist.barrier()
-            times = _time(run, COMMUNICATION_SECONDS if name.split()[0] in COLLECTIVES else SECONDS)
+            prepare = runs["before"] if name == "ring" else None
+            times = _time(run, COMMUNICATION_SECONDS if _communicates(name) else SECONDS, prepare)
             seconds[name] += times
             if name == "matmul":
                 largest.append(statistics.median(times))
@@ -203,10 +212,7 @@ def _measure(rank: int, processes: int, folder: str, dtype: torch.dtype, rounds:
             f"note: the slowest round took {max(largest) / min(largest):.1f} times as long as the fastest; this "
             "machine is busy with other work, and predictions may be off by as much"
         )
-    # Peaks are the fastest measurement, everything else the median.
-    typical = [
-        (min if name in ("copy", "square") else statistics.median)(times) for name, times in seconds.items()
-    ]
+    typical = [_typical(name, times) for name, times in seconds.items()]
     means = torch.tensor(typical, dtype=torch.float64)
     dist.all_reduce(means)
     if rank == 0:
@@ -216,15 +222,37 @@ def _measure(rank: int, processes: int, folder: str, dtype: torch.dtype, rounds:
     dist.destroy_process_group()
 
 
-def _time(run: Callable[[], object], seconds: float) -> list[float]:
-    """Return the seconds of each call, after a warm-up, for about `seconds` altogether."""
+def _communicates(name: str) -> bool:
+    """True for a measurement of collectives, also for that of the product before each."""
+    return name == "before" or name.split()[0] in COLLECTIVES
+
+
+def _typical(name: str, times: list[float]) -> float:
+    """The seconds that count: of a peak the fastest, of communication the mean, of everything else the median."""
+    if name in ("copy", "square"):
+        return min(times)
+    return (statistics.mean if _communicates(name) else statistics.median)(times)
+
+
+def _time(
+    run: Callable[[], object], seconds: float, prepare: Callable[[], object] | None = None
+) -> list[float]:
+    """Return the seconds of each call, after a warm-up, for about `seconds` altogether.
+
+    Args:
+        prepare: called before each call, without being timed.
+    """
     begin = time.perf_counter()
+    if prepare is not None:
+        prepare()
     run()
     count = torch.tensor(seconds / (time.perf_counter() - begin))
     # Equally many on each process: the calls may communicate.
     dist.all_reduce(count, dist.ReduceOp.MIN)
     times = []
     for _ in range(max(3, int(count))):
+        if prepare is not None:
+            prepare()
         begin = time.perf_counter()
         run()
         times.append(time.perf_counter() - begin)
@@ -271,9 +299,9 @@ def _communication(
 ) -> dict[str, Callable[[], object]]:
     """Each of `COLLECTIVES` after a matrix product, so that waiting for slower processes counts, and that product.
 
-    Also the kernels of ring attention.
+    Also the kernels of ring attention, whose inputs are not in the caches after a product.
     """
-    x, weight = torch.randn(TOKENS, HIDDEN, dtype=dtype), torch.randn(4 * HIDDEN, HIDDEN, dtype=dtype)
+    x, weight = torch.randn(TOKENS, HIDDEN, dtype=dtype), torch.randn(HIDDEN, HIDDEN, dtype=dtype)
     axis = Axis(rank, processes)
 
     def run(communicate: Callable[[], object] | None) -> None:
@@ -302,6 +330,8 @@ def _communicate(name: str, rows: Tensor, axis: Axis) -> None:
         start_reduce_scatter(rows, axis).wait()
     elif name == "all_to_all":
         start_all_to_all(rows, axis, [1] * axis.size, [1] * axis.size).wait()
+    elif name == "shift":
+        start_shift(rows, axis).wait()
     elif axis.rank % 2:
         dist.recv(rows, axis.rank - 1)
     elif axis.rank + 1 < axis.size:

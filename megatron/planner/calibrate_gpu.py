@@ -22,14 +22,16 @@ import torch.nn.functional as F
 
 from megatron.ops.backend import choose_ops
 from megatron.ops.config import OpsConfig
+from megatron.planner.attention_costs import ATTENTION_BLOCK
 from megatron.planner.calibrate_model import build_model, checked, make_job, microbatch
 from megatron.planner.cluster import Cluster, Device, Efficiency, Link, device_from_data_sheet
 from megatron.planner.description import describe
 from megatron.planner.device_specs import of_torch_name
-from megatron.planner.kernels import ATTENTION_BLOCK, Kernels
+from megatron.planner.kernels import Kernels
 from megatron.planner.layout import Job, Layout
 from megatron.planner.programs import OURS
 from megatron.planner.simulate import Simulator
+from megatron.tool import write_output_file
 
 MIN_LATENCY = 1e-7  # seconds
 
@@ -324,5 +326,5 @@ def report(seconds: Mapping[str, float], place: Place, gpu: Gpu, sizes: Sizes, p
             )
     one = dataclasses.replace(cluster, devices=1)
     print(checked(seconds["microbatch"], Simulator(sizes.job, Layout(), one, OURS).busiest[1]))
-    path.write_text(f"# Made by megatron plan --calibrate.\n{describe(cluster)}", encoding="utf-8")
+    write_output_file("--calibrate", path, f"# Made by megatron plan --calibrate.\n{describe(cluster)}")
     print(f"{path}: for megatron plan --cluster")

@@ -92,7 +92,7 @@ class Efficiency:
         expert: speed of the grouped products of experts over that of others.
         accumulate: speed of accumulating gradients over that of other passes over all parameters.
         all_gather, reduce_scatter: speed of these over that of half an all-reduce, which the formulas give.
-        all_to_all, send: speed of these over the formulas'.
+        all_to_all, send, shift: speed of these over the formulas'.
         beside: share of a device that communication takes from computation beside it: 20 of the 132 SMs of an H100
             saturate its links (2412.19437 section 3.2.2).
     """
@@ -113,6 +113,7 @@ class Efficiency:
     reduce_scatter: float = 1.0
     all_to_all: float = 1.0
     send: float = 1.0
+    shift: float = 1.0
     beside: float = 0.1515
 
 
@@ -249,7 +250,15 @@ class Cluster:
         return (self.efficiency.launch + latency + size * seconds) / self.efficiency.all_to_all
 
     def send(self, size: float, group: Group) -> float:
-        """Seconds to send `size` bytes to the next rank of a group.
+        """Seconds to send `size` bytes to the next rank of a group."""
+        return self._neighbor(size, group) / self.efficiency.send
+
+    def shift(self, size: float, group: Group) -> float:
+        """Seconds for each rank of a group to send `size` bytes to the next one, and to receive as many."""
+        return self._neighbor(size, group) / self.efficiency.shift
+
+    def _neighbor(self, size: float, group: Group) -> float:
+        """Seconds of `size` bytes between neighbors.
 
         In a group of several domains some neighbors are in different ones, and the slowest determine the speed.
         """
@@ -257,7 +266,7 @@ class Cluster:
         latency, bandwidth = (
             (self.network.latency, self._outside) if crosses else (self.link.latency, self._inside)
         )
-        return (self.efficiency.launch + latency + size / bandwidth) / self.efficiency.send
+        return self.efficiency.launch + latency + size / bandwidth
 
 
 def device_from_data_sheet(sheet: DataSheet) -> Device:

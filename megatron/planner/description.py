@@ -39,7 +39,7 @@ SHARES = ("matmul", "memory", "stream", "link", "attention", "network")  # field
 # And those that compare two speeds, or may be above 1.
 RATIOS = (
     *("attention_backward", "context", "fp8", "expert", "accumulate"),
-    *("all_gather", "reduce_scatter", "all_to_all", "send", "beside"),
+    *("all_gather", "reduce_scatter", "all_to_all", "send", "shift", "beside"),
 )
 EXAMPLES = {"memory": "80 GB", "speed": "600 GB/s", "arithmetic": "312 TFLOP/s", "time": "5 us"}
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.planner import calibrate as calibrate_module
 from megatron.planner.calibrate import COLLECTIVES, COPIED, HIDDEN, JOBS, MESSAGES, SIDE, TOKENS, fit_cluster
 from megatron.planner.calibrate_context import ring_seconds
 from megatron.planner.cluster import Cluster, Device, Efficiency, Link
@@ -70,7 +71,14 @@ def test_the_fit_recovers_the_constants_of_a_machine(
     processes: int, precision: str, efficiency: Efficiency
 ) -> None:
     """As gloo is: all-gathers and reduce-scatters take about as long as all-reduces."""
-    of_gloo = {"all_gather": 0.6, "reduce_scatter": 0.5, "all_to_all": 0.7, "send": 1.5, "beside": 1.0}
+    of_gloo = {
+        "all_gather": 0.6,
+        "reduce_scatter": 0.5,
+        "all_to_all": 0.7,
+        "send": 1.5,
+        "shift": 0.9,
+        "beside": 1.0,
+    }
     efficiency = dataclasses.replace(efficiency, accumulate=0.5, context=0.4, **of_gloo)
     link = Link(2e9, 3e-5)
     device = Device("cpu", precision, peak=1e11, sms=1, memory=8e9, bandwidth=2e10)
@@ -92,3 +100,20 @@ def test_the_benchmark_runs_layouts_that_the_planner_knows() -> None:
         [sys.executable, "-c", program], cwd=ROOT / "benchmarks", capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_an_interrupted_calibration_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier file stays as it was."""
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(calibrate_module, "measure_cpu", interrupt)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    earlier = tmp_path / "earlier.yaml"
+    earlier.write_text("earlier")
+    for path in (tmp_path / "new.yaml", earlier):
+        with pytest.raises(KeyboardInterrupt):
+            calibrate_module.calibrate(path)
+    assert list(tmp_path.iterdir()) == [earlier]
+    assert earlier.read_text() == "earlier"
