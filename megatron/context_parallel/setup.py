@@ -32,8 +32,6 @@ def _obstacles(config: RunConfig, task: Task) -> Iterator[str]:
     model, parallel = config.model, config.parallel
     if task.name not in ("GPT", "BERT", "BERT --bert-no-binary-head"):
         yield f"is for the pretraining of GPT and BERT, not {task.name}; leave it out"
-    if model.moe_expert_capacity_factor is not None and config.data.reset_attention_mask:
-        yield "has no --moe-expert-capacity-factor with --reset-attention-mask; leave one out"
     yield from heads_obstacle(model, parallel)
 
 

@@ -45,6 +45,8 @@ class MLP(nn.Module):
         self.linear_fc1 = ColumnParallelLinear(h, outputs, bias=bias, init=init, context=context, shard=shard)
         self.linear_fc2 = RowParallelLinear(f, h, bias=bias, init=output_init(config), context=context)
 
-    def forward(self, x_sbh: Tensor, sequence_grad: Tensor | float | None = None) -> Tensor:
-        """[s, b, h] to [s, b, h]. `sequence_grad` is for mixtures of experts."""
+    def forward(
+        self, x_sbh: Tensor, sequence_grad: Tensor | float | None = None, documents: bool = False
+    ) -> Tensor:
+        """[s, b, h] to [s, b, h]. The others are for mixtures of experts."""
         return self.linear_fc2(self.ops.activation(self.linear_fc1(x_sbh), self.activation))

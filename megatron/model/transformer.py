@@ -68,6 +68,11 @@ class LayerInputs:
     dropout_key: DropoutKey | None = None
     sequence_grad: Tensor | float | None = None
 
+    @property
+    def for_experts(self) -> tuple[Tensor | float | None, bool]:
+        """`sequence_grad`, and true if attention keeps documents apart, for an MLP that is a mixture."""
+        return self.sequence_grad, self.mask_spec is not None and self.mask_spec.document_ids_bs is not None
+
 
 class Norm(nn.Module):
     """LayerNorm or RMSNorm (`--normalization`) over the last dimension; keeps the dtype of its input."""
@@ -193,7 +198,7 @@ class TransformerLayer(nn.Module):
 
     def mlp_block(self, x_sbh: Tensor, inputs: LayerInputs) -> Tensor:
         """MLP and dropout."""
-        return self.drop(self.mlp(x_sbh.to(self.dtype), inputs.sequence_grad), inputs, "mlp")
+        return self.drop(self.mlp(x_sbh.to(self.dtype), *inputs.for_experts), inputs, "mlp")
 
     def drop(self, x: Tensor, inputs: LayerInputs, site: str) -> Tensor:
         """Dropout with a mask of its own at each `site` of a layer."""

@@ -122,11 +122,14 @@ def balanced_drops(
     config: MoEConfig,
     axis: Axis,
     cp: Axis,
+    documents: bool,
 ) -> Tensor:
     """Copies that are dropped if each rank of `axis` drops equally many."""
     weights_nk = torch.ones_like(indices_nk, dtype=weights_nk.dtype)
-    dropped_copies(weights_nk, indices_nk, shape, capacity, config, axis, cp)  # communicates
-    return dropped_copies(weights_nk, indices_nk, shape, capacity // axis.size, config, ALONE, ALONE)
+    dropped_copies(weights_nk, indices_nk, shape, capacity, config, axis, cp, documents)  # communicates
+    return dropped_copies(
+        weights_nk, indices_nk, shape, capacity // axis.size, config, ALONE, ALONE, documents
+    )
 
 
 def _exchanged_sizes(sizes_rl: Tensor, axis: Axis, *arguments: Any) -> Pending:

@@ -41,7 +41,7 @@ class NormAfterLayer(TransformerLayer):
     def compute(self, x_sbh: Tensor, inputs: LayerInputs) -> Tensor:
         attended_sbh = self.post_self_attn_layernorm(self.self_attention(x_sbh.to(self.dtype), inputs))
         x_sbh = x_sbh + self.drop(attended_sbh, inputs, "attended")
-        mlp_sbh = self.post_mlp_layernorm(self.mlp(x_sbh.to(self.dtype), inputs.sequence_grad))
+        mlp_sbh = self.post_mlp_layernorm(self.mlp(x_sbh.to(self.dtype), *inputs.for_experts))
         return x_sbh + self.drop(mlp_sbh, inputs, "mlp")
 
 
@@ -57,7 +57,7 @@ class SandwichNormLayer(TransformerLayer):
     def compute(self, x_sbh: Tensor, inputs: LayerInputs) -> Tensor:
         attended_sbh = self.self_attention(self.input_layernorm(x_sbh).to(self.dtype), inputs)
         x_sbh = x_sbh + self.drop(self.post_self_attn_layernorm(attended_sbh), inputs, "attended")
-        mlp_sbh = self.mlp(self.pre_mlp_layernorm(x_sbh).to(self.dtype), inputs.sequence_grad)
+        mlp_sbh = self.mlp(self.pre_mlp_layernorm(x_sbh).to(self.dtype), *inputs.for_experts)
         return x_sbh + self.drop(self.post_mlp_layernorm(mlp_sbh), inputs, "mlp")
 
 

@@ -29,11 +29,6 @@ NO_DROPOUT = "--attention-dropout 0"
             f"4 {NO_DROPOUT} --cp-comm-type a2a --group-query-attention --num-query-groups 2",
             "divides the heads of a rank by 4, which has 4 query heads and 2 query groups",
         ),
-        (
-            f"2 {NO_DROPOUT} --num-experts 4 --disable-bias-linear --moe-expert-capacity-factor 1 "
-            "--reset-attention-mask",
-            "has no --moe-expert-capacity-factor with --reset-attention-mask",
-        ),
         (f"2 {NO_DROPOUT} --loss-mean microbatches", "needs --loss-mean tokens"),
         (
             f"4 {NO_DROPOUT} --cp-comm-type a2a+p2p",

@@ -30,6 +30,7 @@ MODELS = {
     "dropout": f"{MODEL} --attention-dropout 0.1",
     "mixture": f"{MODEL} --init-method-std 0.1 --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.1",
 }
+MODELS["capacity"] = f"{MODELS['mixture']} --moe-expert-capacity-factor 0.75"
 C2, C4 = "--context-parallel-size 2", "--context-parallel-size 4"
 TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 ZERO = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
@@ -63,6 +64,8 @@ LAYOUTS = {
     "C4+ZeRO3": ("dense", 4, f"{C4} {SHARDED} optim_grads_params"),
     "C2P2 zb-h1": ("dense", 4, f"{C2} {PP} --pipeline-schedule zb-h1"),
     "C2P2 zb-v": ("dense", 4, f"{C2} {PP} {CHUNKS} --pipeline-schedule zb-v"),
+    "C2E2 with a capacity": ("capacity", 2, f"{C2} --expert-model-parallel-size 2"),
+    "T2C2+SP with a capacity": ("capacity", 4, f"{TP} {C2} --sequence-parallel"),
     "C2E2": ("mixture", 2, f"{C2} --expert-model-parallel-size 2"),
     "C2D2E4 all-gather": (
         "mixture",

@@ -40,23 +40,26 @@ class MoELayer(nn.Module):
         has_shared = config.moe_shared_expert_intermediate_size is not None
         self.shared_experts = SharedExpert(config, context) if has_shared else None
 
-    def forward(self, x_sbh: Tensor, sequence_grad: Tensor | float | None = None) -> Tensor:
+    def forward(
+        self, x_sbh: Tensor, sequence_grad: Tensor | float | None = None, documents: bool = False
+    ) -> Tensor:
         """[s, b, h] to [s, b, h].
 
         Args:
             sequence_grad: `LayerInputs.sequence_grad`; with it the gradients of the auxiliary losses are added.
+            documents: attention keeps documents apart, which decides how ranks divide the positions.
         """
-        return self.context.ops.communicate(self.compute, x_sbh, sequence_grad)
+        return self.context.ops.communicate(self.compute, x_sbh, sequence_grad, documents)
 
-    def compute(self, x_sbh: Tensor, sequence_grad: Tensor | float | None) -> Tensor:
+    def compute(self, x_sbh: Tensor, sequence_grad: Tensor | float | None, documents: bool) -> Tensor:
         """`forward`, which compiled layers call between two graphs."""
-        run = functools.partial(self.routed, sequence_grad=sequence_grad)
+        run = functools.partial(self.routed, sequence_grad=sequence_grad, documents=documents)
         out_sbh = recompute(run, x_sbh) if self.config.moe_layer_recompute else run(x_sbh)
         if self.shared_experts is None or self.config.moe_shared_expert_overlap:
             return out_sbh
         return out_sbh + self.shared_experts(x_sbh)
 
-    def routed(self, x_sbh: Tensor, sequence_grad: Tensor | float | None) -> Tensor:
+    def routed(self, x_sbh: Tensor, sequence_grad: Tensor | float | None, documents: bool) -> Tensor:
         """Output of the chosen experts, [s, b, h]; with --moe-shared-expert-overlap the shared expert's is added."""
         tp, whole_sbh, shared = self.context.tp, x_sbh, []
 
@@ -73,8 +76,8 @@ class MoELayer(nn.Module):
         capacity = None
         if self.config.moe_expert_capacity_factor is not None:
             taken = expert_capacity(self.config, x_sbh.shape[0] * axis.size)
-            shape, cp = x_sbh.shape[:2], self.context.cp
-            dropped = dropped_copies(weights_nk, indices_nk, shape, taken, self.config, axis, cp)
+            shape, parts = x_sbh.shape[:2], (axis, self.context.cp, documents)
+            dropped = dropped_copies(weights_nk, indices_nk, shape, taken, self.config, *parts)
             indices_nk = indices_nk.masked_fill(dropped, self.config.num_experts)
             record = self.router.record
             if record is not None and sequence_grad is not None and torch.is_grad_enabled():
@@ -115,7 +118,9 @@ class SharedExpert(MLP):
         if config.moe_shared_expert_gate:
             self.gate_weight = parameter(context.replicated(1, config.hidden_size), input_init(config, 1))
 
-    def forward(self, x_sbh: Tensor, sequence_grad: Tensor | float | None = None) -> Tensor:
+    def forward(
+        self, x_sbh: Tensor, sequence_grad: Tensor | float | None = None, documents: bool = False
+    ) -> Tensor:
         out_sbh = super().forward(x_sbh)
         return out_sbh if self.gate_weight is None else out_sbh * (x_sbh @ self.gate_weight.t()).sigmoid()
 
@@ -136,6 +141,7 @@ def dropped_copies(
     config: MoEConfig,
     axis: Axis,
     cp: Axis,
+    documents: bool = False,
 ) -> Tensor:
     """True for each token and expert [n, k] beyond the expert's `capacity` for the sequence.
 
@@ -144,11 +150,12 @@ def dropped_copies(
     Args:
         shape: positions of this rank, and sequences.
         axis: ranks that hold the other parts of each sequence, those of `cp` among them.
+        documents: as in `MoELayer.forward`.
     """
     (s, b), experts = shape, config.num_experts
     # By sequence, position and expert: the weight of the expert, or -1.
     used = weights_nk.new_full((s * b, experts or 0), -1.0).scatter_(1, indices_nk, weights_nk).view(s, b, -1)
-    zigzag = Zigzag(s * axis.size, cp.size)
+    zigzag = Zigzag.of(s * axis.size, cp.size, documents=documents)
     used = zigzag.restore(all_gather(used, axis).unflatten(0, (cp.size, -1)))
     if config.moe_token_drop_policy == "position":
         rank = (used >= 0).cumsum(0) - 1

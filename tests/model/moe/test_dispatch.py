@@ -206,11 +206,13 @@ def test_of_equal_weights_the_first_tokens_are_kept() -> None:
 @pytest.mark.parametrize("policy", ["probs", "position"])
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("documents", [False, True])
 def test_ranks_that_divide_a_sequence_drop_the_same_copies(
-    cp: int, tp: int, policy: str, monkeypatch: pytest.MonkeyPatch
+    documents: bool, cp: int, tp: int, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens of one expert, with equal weights, of which a rank has a chunk from either half of the sequence."""
-    length, zigzag, config = 32, Zigzag(32, cp), capacity_config(policy)
+    """A rank has a chunk from either half of the sequence, or of each half of it with documents."""
+    length, config = 32, capacity_config(policy)
+    zigzag = Zigzag.of(length, cp, documents=documents)
     weights = torch.randint(1, 4, (length, 1)) / 4
     indices = torch.randint(config.num_experts, (length, 1))
     whole = dropped_copies(weights, indices, (length, 1), 3, config, ALONE, ALONE)
@@ -224,7 +226,7 @@ def test_ranks_that_divide_a_sequence_drop_the_same_copies(
         of_rank, s = Axis(rank // tp, cp), length // (cp * tp)
         part = slice(rank % tp * s, rank % tp * s + s)
         mine = [zigzag.shard(x, 0, of_rank.rank)[part] for x in (weights, indices, whole)]
-        found = dropped_copies(*mine[:2], (s, 1), 3, config, Axis(rank, cp * tp), of_rank)
+        found = dropped_copies(*mine[:2], (s, 1), 3, config, Axis(rank, cp * tp), of_rank, documents)
         assert torch.equal(found, mine[2])
 
 
