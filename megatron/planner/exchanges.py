@@ -125,7 +125,7 @@ class Replicas:
         """
         seconds = self._gather(self.cluster.device.element)
         overlaps = self.layout.overlap_grad_reduce and self.program.parameter_overlap
-        hidden = min(self.layers.forward.total, seconds) if overlaps else 0.0
+        hidden = seconds - self._left(seconds, self.layers.forward.total) if overlaps else 0.0
         return Exchange(
             "parameter gather", seconds, hidden, seconds - (1 - self.cluster.efficiency.beside) * hidden
         )
@@ -171,6 +171,20 @@ class Replicas:
         """Bytes of an element of a gradient on the links."""
         return self.program.reduced or self.program.gradient
 
+    def _left(self, exchange: float, passes: float) -> float:
+        """Seconds of an exchange of all chunks that are left after the passes beside it, `passes` for a microbatch.
+
+        With several chunks the interleaved schedule ends with the backward passes of as many microbatches as there are
+        stages of one chunk after the other (2104.04473 section 2.2), and a chunk's exchange runs beside those of the
+        next ones, too; with forward passes and their parameters it is the reverse.
+        """
+        layout = self.layout
+        chunks = layout.chunks if layout.schedule_name == "interleaved" else 1
+        each = min(layout.pipeline, self.microbatches)
+        of_last_chunk = (exchange - passes) / chunks
+        of_all_chunks = exchange - passes * ((chunks - 1) * each + 1) / chunks
+        return max(0.0, of_last_chunk, of_all_chunks)
+
     def _overlapped(self, reduce: float) -> tuple[float, float]:
         """Seconds of a reduction beside the last backward of each chunk, and those that it adds to the step.
 
@@ -179,7 +193,7 @@ class Replicas:
         """
         layout = self.layout
         last = end_parameters(self.job, layout.tensor, first=True, last=False) / self.parameters
-        hidden = min(self.layers.backward.total, (1 - last) * reduce)
+        hidden = (1 - last) * reduce - self._left((1 - last) * reduce, self.layers.backward.total)
         halves = 1 if layout.distributed_optimizer else 2
         bandwidth = self.cluster.device.bandwidth * self.cluster.efficiency.stream
         memory = halves * RING_ACCESSES * self._reduced * self.parameters / bandwidth

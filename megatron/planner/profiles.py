@@ -92,14 +92,14 @@ _H100 = _fit(
     START,
     ("280", "288", "352"),
     errors=(0.05, 0.12),
-    matmul=0.728,
-    memory=0.705,
+    matmul=0.725,
+    memory=0.704,
     link=0.7,
-    fp8=1.011,
-    expert=0.909,
+    fp8=1.013,
+    expert=0.897,
 )
 _B200 = _fit(BLACKWELL, ("36", "25"), errors=(0.08, 0.12), matmul=0.63, link=0.751)
-_B300 = _fit(BLACKWELL, ("121", "194", "39", "24"), errors=(0.05, 0.07), matmul=0.804, link=0.956)
+_B300 = _fit(BLACKWELL, ("121", "194", "39", "24"), errors=(0.05, 0.07), matmul=0.804, link=0.951)
 # DeepEP reaches 153 GB/s of 160 within a node, and 43 to 58 GB/s over an adapter of 50 (its README): 0.9, where
 # all-to-alls reach 0.7.
 _DEEPEP_H100 = Constants(
@@ -182,7 +182,7 @@ CONSTANTS = {
         START, ("378", "368"), errors=(0.05, 0.2), matmul=0.556, link=0.675, fp8=0.874
     ),
     ("gpt-oss-2025", "B200"): _fit(_B200.efficiency, ("128",), errors=(0.1, 0.15), expert=0.387),
-    ("gpt-oss-2025", "B300"): _fit(_B300.efficiency, ("171",), errors=(0.1, 0.15), expert=0.401),
+    ("gpt-oss-2025", "B300"): _fit(_B300.efficiency, ("171",), errors=(0.1, 0.15), expert=0.402),
 }
 # A program without rows on a generation takes the constants of this one; by default Megatron-Core's, or on A100 those
 # of Megatron-LM in 2021.

@@ -234,7 +234,10 @@ def test_stages_may_be_uneven():
 
 
 def test_llama_405b_is_as_fast_as_published():
-    """Table 4 of arXiv 2407.21783: T8 P16 D128 on 16,384 H100, 16 million tokens a step, 400 TFLOP/s a GPU."""
+    """Table 4 of arXiv 2407.21783: T8 P16 D128 on 16,384 H100, 16 million tokens a step, 400 TFLOP/s a GPU.
+
+    The table does not say how many chunks a stage has. The layers divide into 4 or 8.
+    """
     gpt = llama_405b(2048)
     sheet = data_sheet("h100-80gb", where="")
     machine = with_constants(cluster_from_data_sheet(sheet, 16384), find_constants(sheet.name))
@@ -242,13 +245,14 @@ def test_llama_405b_is_as_fast_as_published():
         tensor=8,
         pipeline=16,
         data=128,
-        chunks=8,
+        chunks=4,
         sequence_parallel=True,
         distributed_optimizer=True,
         overlap_grad_reduce=True,
     )
     seconds = make_plan(gpt, published, machine).step.seconds
-    assert gpt.flops() / seconds / 16384 / 1e12 == pytest.approx(400, rel=0.06)
+    assert gpt.flops() / seconds / 16384 / 1e12 == pytest.approx(400, rel=0.03)
+    seconds = make_plan(gpt, dataclasses.replace(published, chunks=8), machine).step.seconds
     best = found(gpt, machine).plans[0]
     assert best.step.seconds == pytest.approx(seconds, rel=0.05)
     assert best.layout.context * best.layout.pipeline >= 16 and best.layout.tensor in (4, 8)

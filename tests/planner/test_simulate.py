@@ -16,6 +16,7 @@ from megatron.planner.dry_run import DryRun
 from megatron.planner.given import given_run
 from megatron.planner.kernels import Kernels
 from megatron.planner.layout import Layout
+from megatron.planner.parameters import end_parameters
 from megatron.planner.programs import NVIDIA_2021, OURS
 from megatron.planner.schedule_costs import makespan
 from megatron.planner.simulate import Simulator
@@ -118,6 +119,25 @@ def test_cost_of_an_overlapped_reduction():
     memory = 6 * 2 * (parameters - tables) / (2039e9 * machine.efficiency.stream)
     last = tables / parameters
     assert step.gradients == pytest.approx(wire * (last + (1 - last) * 20 / 132) + memory, rel=0.02)
+
+
+@pytest.mark.parametrize("network", [400e9, 20e9, 5e9, 1e9])
+@pytest.mark.parametrize("chunks", [1, 2, 6])
+def test_a_reduction_runs_beside_the_passes_of_later_chunks(chunks: int, network: float):
+    """The last microbatches pass a stage chunk by chunk, and each chunk's gradients are reduced when it is done."""
+    machine = dataclasses.replace(cluster(32), network=Link(network, 1e-6))
+    layout = Layout(pipeline=4, data=8, chunks=chunks, overlap_grad_reduce=True)
+    simulator = Simulator(job(48, 4096, 32, 64), layout, machine, OURS)
+    reduction = next(x for x in simulator.exchanges() if x.name == "gradient reduction")
+    # The embedding's gradient is complete when backward ends.
+    table = end_parameters(simulator.job, 1, first=True, last=False) / simulator._parameters
+    passes, each = simulator.layers.backward.total / chunks, reduction.seconds * (1 - table) / chunks
+    free = 0.0
+    for done in range(chunks):
+        last_pass = (4 * (done + 1) - 1) * passes
+        free = max(free, last_pass) + each
+    left = max(0.0, free - 4 * chunks * passes)
+    assert reduction.seconds - reduction.hidden == pytest.approx(left + reduction.seconds * table, rel=0.01)
 
 
 def test_backward_of_attention_is_four_matmuls():
