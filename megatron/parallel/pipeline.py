@@ -48,7 +48,8 @@ class WgradQueue:
             if self.open is None:
                 accumulate(*args)
             else:
-                self.open.append(functools.partial(accumulate, *args))
+                # A view keeps its base, whose graph reaches the input of the pass.
+                self.open.append(functools.partial(accumulate, *(x.detach() for x in args)))
 
         return call
 

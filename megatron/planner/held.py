@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from megatron.parallel.schedules import BackwardInput, BackwardWeight, Compute, Forward, Schedule
 
-# Numbers of microbatches held by each chunk from forward to backward, then from there to its weight gradients.
+# A pass: its kind and chunk.
+Pass = tuple[type[Compute], int]
+# Numbers of microbatches held by each chunk from forward to backward, then from there to its weight gradients, without
+# that of a pass that runs.
 Held = tuple[int, ...]
 # Groups of microbatches (one per stage) after which no further one raises what a stage holds, by schedule, and for
 # those that are not named. ZB-H1's and ZB-H2's stages repeat their passes after one and two.
@@ -29,9 +32,12 @@ def counted_microbatches(name: str, stages: int, microbatches: int) -> int:
 @functools.lru_cache(maxsize=4096)
 def most_held(
     schedule: Schedule, stages: int, chunks: int, microbatches: int, stage: int
-) -> tuple[Held, ...]:
-    """The most that a stage holds during a pass: no other moment has as many of every kind."""
-    return _largest(_moments(_passes(schedule, stages, chunks, microbatches)[stage], chunks))
+) -> tuple[tuple[Pass, Held], ...]:
+    """The most that a stage holds while it runs a pass: in no other pass of a kind it has as many of everything."""
+    moments: dict[Pass, set[Held]] = {}
+    for pass_, held in _moments(_passes(schedule, stages, chunks, microbatches)[stage], chunks):
+        moments.setdefault(pass_, set()).add(held)
+    return tuple((pass_, held) for pass_, all_held in moments.items() for held in _largest(all_held))
 
 
 @functools.lru_cache(maxsize=16)
@@ -40,20 +46,16 @@ def _passes(schedule: Schedule, stages: int, chunks: int, microbatches: int) -> 
     return schedule(stages, chunks, microbatches)
 
 
-def _moments(actions: Sequence[Compute], chunks: int) -> set[Held]:
-    """Return the numbers that a stage holds at each moment. A pass holds what it frees until it ends."""
-    held, moments = [0] * (2 * chunks), set()
+def _moments(actions: Sequence[Compute], chunks: int) -> Iterator[tuple[Pass, Held]]:
+    """Yield what a stage holds beside each pass."""
+    held = [0] * (2 * chunks)
     for action in actions:
-        if isinstance(action, Forward):
-            held[action.chunk] += 1
-        moments.add(tuple(held))
-        if isinstance(action, BackwardWeight):
-            held[chunks + action.chunk] -= 1
-        elif not isinstance(action, Forward):
-            held[action.chunk] -= 1
-            held[chunks + action.chunk] += isinstance(action, BackwardInput)
-        moments.add(tuple(held))
-    return moments
+        chunk, forward, waits = action.chunk, isinstance(action, Forward), isinstance(action, BackwardWeight)
+        if not forward:
+            held[chunk + (chunks if waits else 0)] -= 1
+        yield (type(action), chunk), tuple(held)
+        if forward or isinstance(action, BackwardInput):
+            held[chunk + (0 if forward else chunks)] += 1
 
 
 def _largest(moments: set[Held]) -> tuple[Held, ...]:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 from megatron.model.config import ModelConfig
 from megatron.model.flops import attention_linears
 from megatron.ops.config import LOGITS_CHUNK_BYTES, LOGITS_PIECE_BYTES
+from megatron.parallel.schedules import BackwardWeight
 from megatron.planner.cluster import Cluster
-from megatron.planner.held import UNLIMITED, Held, counted_microbatches, most_held
+from megatron.planner.held import UNLIMITED, Held, Pass, counted_microbatches, most_held
 from megatron.planner.host_copies import (
     USABLE_HOST,
     leaving_bytes,
@@ -26,6 +28,7 @@ from megatron.planner.parameters import (
     stage_parameters,
 )
 from megatron.planner.programs import Program
+from megatron.planner.split_passes import ChunkMemory, peak
 from megatron.planner.units import sharded_units
 
 # Share of a device's memory that a model can use. The rest is for the driver, NCCL's buffers and fragmentation.
@@ -289,28 +292,39 @@ def most_kept(
         return in_flight * sum(of_chunk) / layout.chunks, min(m, first), 1
     if layout.schedule_name in UNLIMITED:
         return m * sum(of_chunk), m, m
-    counted = counted_microbatches(layout.schedule_name, layout.pipeline, m)
-    held = most_held(layout.schedule(job), layout.pipeline, layout.chunks, counted, stage)
     of_kind = [*of_chunk, *waiting]
 
-    def kept_at(moment: Held) -> float:
+    def kept_at(moment: Sequence[int]) -> float:
         return sum(number * bytes_ for number, bytes_ in zip(moment, of_kind, strict=True))
 
-    most = max(held, key=kept_at)
-    return kept_at(most), most[0], most[layout.chunks - 1]
+    # With the microbatch of the pass that runs.
+    chunks = layout.chunks
+    moments = []
+    for (kind, chunk), held in split_moments(job, layout, stage):
+        own = chunk + (chunks if kind is BackwardWeight else 0)
+        moments.append([number + (i == own) for i, number in enumerate(held)])
+    most = max(moments, key=kept_at)
+    return kept_at(most), most[0], most[chunks - 1]
+
+
+def split_moments(job: Job, layout: Layout, stage: int) -> tuple[tuple[Pass, Held], ...]:
+    """The most that a stage holds in a pass, with a schedule that splits backward passes."""
+    m = counted_microbatches(layout.schedule_name, layout.pipeline, layout.microbatches(job))
+    return most_held(layout.schedule(job), layout.pipeline, layout.chunks, m, stage)
 
 
 def backward_of_a_layer(job: Job, layout: Layout, element: int) -> float:
     """Bytes of the gradients with which backward of a dense layer begins.
 
     The gradient of the output, gathered along the sequence, and of the activation function's output; then those of its
-    output and its input. The kept activations are all still there.
+    output and its input. The kept activations are all still there; a split backward pass keeps the input of the last
+    product, too.
     """
     model, tokens, t = job.model, layout.tokens(job), layout.tensor
     whole, ffn = tokens * model.hidden_size, tokens * model.ffn_hidden_size / t
     local = whole / t if layout.sequence_parallel else whole
     gathered = whole if layout.sequence_parallel else 0.0
-    return element * (local + max(gathered + ffn, ffn * (2 if model.gated else 1)))
+    return element * (local + max(gathered + ffn, ffn * (1 + model.gated + layout.splits_backward)))
 
 
 def transfer_buffers(job: Job, layout: Layout, element: int) -> float:
@@ -347,6 +361,7 @@ def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program
         held, _, _ = most_kept(job, layout, stage, leaving, [0.0 for _ in chunks])
         number = sum(leaving_layers(job, layout, stage, chunk)[1] for chunk in chunks)
         working += returned_layers(job, layout, stage, held / sum(leaving)) * sum(leaving) / number
+    in_layer = working
     units = sharded_units(job, layout, stage, element, program)
     layer = of_layer(recompute=layout.recompute, has_experts=experts > 0)
     microbatch = sum(
@@ -364,8 +379,49 @@ def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program
         activations += job.model.mtp_num_layers * hidden * (residual + 5 * element)
         # The loss comes before backward of the layers.
         working = max(working, loss_working(job, layout, element, program) + units.loss, units.after_loss)
+    activations += working
+    if layout.splits_backward:
+        activations = split_activations(job, layout, element, stage, program, in_layer)
     state = stage_state(job, layout, element, stage, program)
-    return dataclasses.replace(state, activations=activations + working, host=state.host + held)
+    return dataclasses.replace(state, activations=activations, host=state.host + held)
+
+
+def split_activations(
+    job: Job, layout: Layout, element: int, stage: int, program: Program, working: float
+) -> float:
+    """The most bytes of a stage's activations with a schedule that splits backward passes.
+
+    Args:
+        working: bytes that backward of a layer needs beside what layers keep.
+    """
+    model, residual = job.model, job.residual_element(element)
+    tokens, ranks = layout.tokens(job), layout.tensor if layout.sequence_parallel else 1
+    hidden = tokens * model.hidden_size / ranks
+    memory = []
+    for chunk, layers in enumerate(layout.layers(job)[stage]):
+        kept = chunk_activations(job, layout, element, stage, chunk, program)
+        waiting = waiting_bytes(job, layout, element, stage, chunk)
+        of_layer = layer_activations(
+            job, layout, element, program, recompute=layout.recompute, has_experts=layers[1] > 0
+        )
+        # The sum of a layer's residual stream and its last product.
+        forward = 2 * residual * hidden
+        if layout.recompute == "full":  # of the layer that runs; after it only the sum is left
+            ffn = tokens * model.ffn_hidden_size / layout.tensor
+            forward += element * ffn * (4 if model.gated else 2)
+        if layout.is_first(stage, chunk) and model.hidden_dropout:
+            kept += hidden
+        if layout.is_last(stage, chunk):
+            kept += (residual + element) * hidden
+            forward = max(forward, loss_working(job, layout, element, program))
+        layer = (of_layer, waiting / max(1, sum(layers)))
+        memory.append(
+            ChunkMemory.make(kept=kept, waiting=waiting, layer=layer, working=working, forward=forward)
+        )
+    activations = transfer_buffers(job, layout, element) + peak(split_moments(job, layout, stage), memory)
+    if stage == layout.last_stage:
+        activations += model.mtp_num_layers * hidden * (residual + 5 * element)
+    return activations
 
 
 def state_bytes(element: int) -> int:

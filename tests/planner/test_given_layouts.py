@@ -54,6 +54,8 @@ LAYOUTS: dict[str, tuple[int, str]] = {
     "P4 v-half": (4, f"{PP} 4 {CHUNKS} 2 {SCHEDULE} v-half {EAGER}"),
     "P4 v-min": (4, f"{PP} 4 {CHUNKS} 2 {SCHEDULE} v-min {EAGER}"),
     "P4 dualpipe-v": (4, f"{PP} 4 {CHUNKS} 2 {SCHEDULE} dualpipe-v {EAGER}"),
+    "P4 zb-h1 recomputed": (4, f"{PP} 4 {SCHEDULE} zb-h1 {EAGER} --recompute-granularity full"),
+    "P4 zb-v recomputed": (4, f"{PP} 4 {CHUNKS} 2 {SCHEDULE} zb-v {EAGER} --recompute-granularity full"),
     "P4 auto": (4, f"{PP} 4 {SCHEDULE} auto {EAGER}"),
     "P2D4+ZeRO in 2": (8, f"{PP} 2 {SHARDED} optim {INSTANCES}"),
     "D4+ZeRO2": (4, f"{SHARDED} optim_grads {OVERLAP}"),
@@ -84,8 +86,7 @@ def test_memory_of_a_given_layout_matches_a_dry_run(name: str, stage: int):
     assert (planned.master, planned.moments) == pytest.approx(
         (counted["master weights"], counted["moments"]), rel=1e-3
     )
-    # The formulas omit some gradients that wait with the products for weight gradients.
-    assert planned.total == pytest.approx(counted["peak"], rel=0.012 if layout.splits_backward else 0.006)
+    assert planned.total == pytest.approx(counted["peak"], rel=0.004 if "zb-" in name else 0.006)
 
 
 # Eight layers whose activations are small, so that whole parameters and gradients determine the peak.

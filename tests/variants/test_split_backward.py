@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -98,6 +99,21 @@ def ours(name: str, mesh: Mesh, batch: Tensor) -> list[Tensor]:
     transfers.finish()
     assert not stage.wgrads.waiting and not stage.roots and not stage.inputs
     return [weight.main_grad for chunk in stage.chunks for weight in chunk.weights]
+
+
+def test_waiting_products_keep_no_input_of_a_pass() -> None:
+    """They keep the values that they multiply; a graph would keep the received input and its gradient, too."""
+    stage = Ours([Chunk(1)], torch.zeros(ROWS, WIDTH), None)
+    x = torch.ones(ROWS, WIDTH, dtype=torch.float64)
+    kept = weakref.ref(x)
+    out = stage.forward(0, 0, x)
+    del x
+    with stage.wgrads.split((0, 0)):
+        stage.backward(0, 0, torch.ones_like(out))
+    assert kept() is None
+    assert not any(weight.main_grad.any() for weight in stage.chunks[0].weights)
+    stage.wgrads.run((0, 0))
+    assert all(weight.main_grad.any() for weight in stage.chunks[0].weights)
 
 
 def theirs(name: str, mesh: Mesh, batch: Tensor) -> list[Tensor]:
