@@ -137,4 +137,5 @@ def division(name: str, layers: int, parts: int) -> tuple[int, ...] | None:
     longest = -(-layers // parts)
     if parts == 32:
         return (layers - longest * (parts - 2), *(longest,) * (parts - 2), 0)
-    return (*(longest,) * (parts - 1), layers - longest * (parts - 1))
+    last = layers - longest * (parts - 1)
+    return (*(longest,) * (parts - 1), last) if last > 0 else None

@@ -150,8 +150,8 @@ def _run(row: dict[str, Any]) -> Row:
 def _program(program: str, group: str, name: str, sharded: bool) -> str:
     """The planner's name for the program of a row."""
     if program == "ours":
-        if not sharded:
-            return "megatron-core"
+        if not sharded:  # dgxc-benchmarking's runs are of releases before 25.09
+            return "nemo-2025" if "dgxc" in group else "megatron-core"
         return "torchtitan" if "torchtitan" in group else "llm-foundry"
     if "BLOOM" in group:  # by the month and day in the name
         tuned = re.match(r"bloom-(\d{4})", name)

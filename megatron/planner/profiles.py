@@ -179,7 +179,7 @@ CONSTANTS = {
     ("megatron-core", "B300"): _B300,
     ("megatron-core", "MI300X"): _MI300X,
     ("nemo-2025", "B200"): _fit(
-        START, ("378", "368"), errors=(0.05, 0.2), matmul=0.556, link=0.675, fp8=0.874
+        START, ("378", "368"), errors=(0.05, 0.2), matmul=0.556, link=0.675, fp8=0.875
     ),
     ("gpt-oss-2025", "B200"): _fit(_B200.efficiency, ("128",), errors=(0.1, 0.15), expert=0.387),
     ("gpt-oss-2025", "B300"): _fit(_B300.efficiency, ("171",), errors=(0.1, 0.15), expert=0.402),

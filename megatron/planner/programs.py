@@ -39,6 +39,7 @@ class Program:
         fp8_inputs_kept: FP8 products keep their inputs in FP8 for backward.
         selective: share of a layer's forward pass, and of what it keeps, that selective recomputation repeats with
             fused attention.
+        ring_joins: ring attention joins the parts of its output and gradients in fp32 by operations of their own.
         tensor_overlap: share of tensor-parallel communication that runs beside matrix products.
         latent_recompute: backward recomputes the up-projections of latent attention, of which only the latents are kept
             (mla_up_proj among the modules that NVIDIA's recipes recompute).
@@ -78,6 +79,7 @@ class Program:
     fp8_weights_kept: bool = False
     fp8_inputs_kept: bool = False
     selective: float = 0.0
+    ring_joins: bool = True
     tensor_overlap: float = 0.0
     latent_recompute: bool = False
     module_recompute: bool = False
@@ -152,12 +154,13 @@ _NO_BIAS = dataclasses.replace(
     OURS, residual=(10, 12), heads=(2, 8), mlp=(2, 3), logits=(10, 8), chunked_logits=False
 )
 # Megatron-Core with Transformer Engine as NVIDIA's recipes of 2025 run it: gradients in bf16, parameters gathered
-# during forward, half of the tensor-parallel collectives beside products; casts to FP8 within the kernels before, but
-# those of experts' rows, which one kernel reads and writes in two layouts (4 bytes for two casts); the product with the
-# router's weights within the activation. Recipes recompute the up-projections of latent attention. Without a capacity
-# the host waits for the numbers of rows: 9 ms a layer, by a run whose GPU has a quarter of that to do. A GPU that has
-# more to do still waits at the experts, which graphs of parts of a layer leave out: without that a run would be 10%
-# faster (NVIDIA's guide "Optimizing DeepSeek-V3 Training Performance on NVIDIA GB200 NVL72", section 3.1).
+# during forward, half of the tensor-parallel collectives beside products; corrections of a ring's outputs in few
+# kernels, which are not counted; casts to FP8 within the kernels before, but those of experts' rows, which one kernel
+# reads and writes in two layouts (4 bytes for two casts); the product with the router's weights within the activation.
+# Recipes recompute the up-projections of latent attention. Without a capacity the host waits for the numbers of rows:
+# 9 ms a layer, by a run whose GPU has a quarter of that to do. A GPU that has more to do still waits at the experts,
+# which graphs of parts of a layer leave out: without that a run would be 10% faster (NVIDIA's guide "Optimizing
+# DeepSeek-V3 Training Performance on NVIDIA GB200 NVL72", section 3.1).
 MEGATRON_CORE_2025 = dataclasses.replace(
     _NO_BIAS,
     weighted=(0, 0),
@@ -166,6 +169,7 @@ MEGATRON_CORE_2025 = dataclasses.replace(
     expert_cast=1.0,
     fp8_weights_kept=True,
     fp8_inputs_kept=True,
+    ring_joins=False,
     tensor_overlap=0.5,
     parameter_overlap=True,
     latent_recompute=True,
