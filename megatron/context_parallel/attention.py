@@ -12,7 +12,7 @@ Shapes in names: b batch, n query heads, g key/value heads (groups), s positions
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -162,10 +162,17 @@ class ContextAttention:
         if self.ring.size > 1:
             return _Attention.apply(q, k, v, sinks_n, mask, None if plain else rules, self.ring, self.gathers)
         if plain:
-            return self.inner.attention(q, k, v, mask_bnst=mask.whole, causal=causal, dropout=0.0)
+            # Compiled with layers: FlexAttention computes all scores where it is not compiled.
+            return self.inner.run(_attention_of, self.inner.attention, q, k, v, mask.whole, causal)
         return scored_attention_by_document(
             q, k, v, mask_bnst=mask.whole, causal=causal, rules=rules, sinks_n=sinks_n
         )
+
+
+def _attention_of(
+    attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool
+) -> Tensor:
+    return attention(q, k, v, mask_bnst=mask, causal=causal, dropout=0.0)
 
 
 class _Attention(torch.autograd.Function):

@@ -11,6 +11,7 @@ from models import CPU, config_of, flat, position_ids
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention
 
+from megatron.context_parallel.attention import ContextAttention
 from megatron.model.context import ModelContext
 from megatron.model.gpt import GPTModel
 from megatron.ops.attention import MaskSpec, attention, make_mask
@@ -18,6 +19,7 @@ from megatron.ops.backend import PLAIN, Ops, choose_ops
 from megatron.ops.compiler import eager
 from megatron.ops.config import OpsConfig
 from megatron.ops.document_attention import attention_by_documents, dense_mask, make_block_mask
+from megatron.parallel.mesh import ALONE
 
 LENGTHS = (384, 300)  # three blocks, the last of which may not be full
 
@@ -74,6 +76,29 @@ def test_other_documents_need_no_other_code() -> None:
     for seed in range(3):
         ids, inputs = documents(384, seed), heads(384, torch.float32)
         out = compiled(*inputs, mask_bnst=make_block_mask(spec_of(ids)), causal=True, dropout=0.0)
+        out.sum().backward()
+        expected = attention(*inputs, mask_bnst=make_mask(spec_of(ids)), causal=True, dropout=0.0)
+        torch.testing.assert_close(out, expected)
+    assert counter.frame_count == 1
+
+
+def test_context_parallelism_compiles_it() -> None:
+    """It calls attention between two graphs, after an exchange of heads."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda f, *arguments: f(*arguments), backend=counter, fullgraph=True)
+    inner = Ops(
+        run=compiled,
+        communicate=torch.compiler.disable(eager),
+        attention=attention_by_documents,
+        make_mask=make_block_mask,
+    )
+    divided = ContextAttention(ALONE, ALONE, ALONE, gathers=False, inner=inner)
+    for seed in range(2):
+        ids, inputs = documents(384, seed), heads(384, torch.float32)
+        mask = divided.make_mask(spec_of(ids))
+        out = torch.compile(divided.attention, backend="eager")(
+            *inputs, mask_bnst=mask, causal=True, dropout=0.0
+        )
         out.sum().backward()
         expected = attention(*inputs, mask_bnst=make_mask(spec_of(ids)), causal=True, dropout=0.0)
         torch.testing.assert_close(out, expected)
