@@ -41,7 +41,14 @@ class Bounds:
 
     def of_pipeline(self, layout: Layout) -> float:
         """Seconds of the passes, which are the same for all ways to shard and for similar schedules."""
-        axes = layout.data, layout.pipeline, layout.chunks, layout.v_shaped, layout.balanced
+        axes = (
+            layout.data,
+            layout.pipeline,
+            layout.chunks,
+            layout.v_shaped,
+            layout.balanced,
+            layout.post_validation,
+        )
         key = (*axes, *kernels_key(layout))
         if key not in self.pipelines:
             self.pipelines[key] = self.simulator(layout).pipeline_bound(exchanges=False)

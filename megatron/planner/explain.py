@@ -18,6 +18,8 @@ from megatron.planner.space import (
     MAX_CHUNKS,
     MICRO_BATCH_SIZES,
     can_offload_activations,
+    can_offload_optimizer,
+    can_post_validate,
     can_sequence_parallel,
     can_shard_parameters,
     can_tensor_parallel,
@@ -87,6 +89,8 @@ def other_choices(best: Plan, job: Job, cluster: Cluster) -> Iterator[tuple[str,
         ("sharded gradients", UNSHARDED | {"sharded_gradients": True}),
         ("sharded parameters", UNSHARDED | {"sharded_parameters": True}),
         ("overlapped gradient reduction", {"overlap_grad_reduce": True}),
+        ("no post-validation", {"post_validation": False}),
+        ("post-validation", {"post_validation": True, "offload_optimizer": False}),
         ("optimizer state on the device", {"offload_optimizer": False}),
         ("activations on the device", {"offload_layers": 0}),
         *([] if fits(best.memory, cluster) else offloads(layout)),
@@ -111,7 +115,7 @@ def offloads(layout: Layout) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield ways to use host memory for a layout that does not fit without, in words and as changes."""
     if can_offload_activations(layout) and layout.offload_layers == 0:
         yield "all activations in host memory", {"offload_layers": None}
-    if not layout.offload_optimizer:
+    if not layout.offload_optimizer and can_offload_optimizer(layout):
         yield "optimizer state in host memory", {"offload_optimizer": True}
 
 
@@ -165,6 +169,7 @@ def _adjusted(layout: Layout, job: Job) -> Layout:
     return dataclasses.replace(
         layout,
         balanced=layout.balanced and p > 1,
+        post_validation=layout.post_validation and can_post_validate(job, layout),
         offload_layers=layout.offload_layers if can_offload_activations(layout) else 0,
         sequence_parallel=layout.sequence_parallel and can_sequence_parallel(job, layout),
         distributed_optimizer=layout.distributed_optimizer and replicated,

@@ -32,8 +32,6 @@ def given_run(config: RunConfig, devices: int) -> tuple[Job, Layout]:
     sharding = parallel.data_parallel_sharding_strategy
     if parallel.recompute_method == "block":
         raise InputError("--recompute-method: block is not planned; a dry run counts it")
-    if config.plugin(PerformanceConfig).enable_optimizer_post_validation:
-        raise InputError("--enable-optimizer-post-validation is not planned; a dry run counts its memory")
     offload = config.plugin(OffloadConfig)
     if offload.cpu_offload_activations and schedule not in (None, "1f1b"):
         raise InputError(
@@ -64,6 +62,7 @@ def given_run(config: RunConfig, devices: int) -> tuple[Job, Layout]:
         sharded_parameters=sharding == "optim_grads_params",
         instances=parallel.num_distributed_optimizer_instances,
         context_exchange=parallel.cp_comm_type if parallel.context_parallel_size > 1 else "p2p",
+        post_validation=config.plugin(PerformanceConfig).enable_optimizer_post_validation,
         offload_optimizer=config.optimizer.cpu_offload_optimizer,
         offload_layers=offload.cpu_offload_activations_num_layers if offload.cpu_offload_activations else 0,
     )

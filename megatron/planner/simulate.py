@@ -13,14 +13,14 @@ from megatron.planner.costs import ForwardBackward
 from megatron.planner.exchanges import Exchange, Replicas
 from megatron.planner.kernels import Kernels
 from megatron.planner.layout import Job, Layout
-from megatron.planner.memory import leaving_activations, state_bytes
+from megatron.planner.memory import BACKUP, leaving_activations, state_bytes
 from megatron.planner.parameters import (
     largest_stage,
     owned_parameters,
     stage_expert_parameters,
     stage_parameters,
 )
-from megatron.planner.pipeline_clock import KINDS, pipeline_makespan
+from megatron.planner.pipeline_clock import KINDS, Earlier, passes_before_validation, pipeline_ends
 from megatron.planner.programs import Program
 
 # Bytes per parameter that an optimizer step reads and writes in fp32: the gradient twice (its norm comes first), and
@@ -31,6 +31,8 @@ OPTIMIZER_BYTES = 4 * (2 + 2 * 3)
 WARMUP_GROUPS, MORE_GROUPS = {"1f1b": 2, "interleaved": 2}, 5
 # Forward passes of all stages.
 MAX_WHOLE = 2048
+# Steps after the first until the time of a step repeats that is validated in the next.
+VALIDATED_STEPS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,27 +196,56 @@ class Simulator:
         Of many microbatches only the first groups are simulated: after `WARMUP_GROUPS` each further one adds the same.
         The automatic schedule is simulated whole, and so is ZB-V up to `MAX_WHOLE` passes: its lists do not repeat.
         """
-        m, stages = self.microbatches, self.layout.pipeline
+        m, stages, simulated = self.microbatches, self.layout.pipeline, self._simulated
         if stages == 1:
             return m * (self.busiest[1] + sum(self.beside.values()))
-        name = self.layout.schedule_name
-        simulated = (WARMUP_GROUPS.get(name, MORE_GROUPS) + 1) * stages + m % stages
-        whole = name == "auto" or (name == "zb-v" and m * stages * self.layout.chunks <= MAX_WHOLE)
-        if m <= simulated or whole:
+        if m == simulated:
             return self._makespan(m)
         longer, shorter = self._makespan(simulated), self._makespan(simulated - stages)
         # A slow stage may not yet hold up the others in the simulated groups, but it does in the end.
         return max(self.pipeline_bound(), longer + (m - simulated) / stages * (longer - shorter))
 
+    @property
+    def _simulated(self) -> int:
+        """Number of microbatches that are simulated."""
+        m, stages, name = self.microbatches, self.layout.pipeline, self.layout.schedule_name
+        whole = name == "auto" or (name == "zb-v" and m * stages * self.layout.chunks <= MAX_WHOLE)
+        return m if whole else min(m, (WARMUP_GROUPS.get(name, MORE_GROUPS) + 1) * stages + m % stages)
+
     def _makespan(self, microbatches: int) -> float:
         """Seconds of the schedule with so many microbatches: that of `timeline`."""
+        return float(self._ends(microbatches).max())
+
+    def _ends(self, microbatches: int, earlier: Earlier | None = None) -> np.ndarray:
+        """Seconds at which the last pass of each stage ends."""
         layout = self.layout
         between = 0.0 if self.program.blocking_transfers else self.transfer
         durations = np.empty((len(KINDS), layout.pipeline, layout.chunks))
         for rank, chunk in np.ndindex(layout.pipeline, layout.chunks):
             durations[:, rank, chunk] = self.pass_seconds(rank, chunk)
         shape, schedule = (layout.pipeline, layout.chunks, microbatches), layout.schedule(self.job)
-        return pipeline_makespan(schedule, shape, durations, between, v_shaped=layout.v_shaped)
+        return pipeline_ends(schedule, shape, durations, between, v_shaped=layout.v_shaped, earlier=earlier)
+
+    @functools.cached_property
+    def saved(self) -> float:
+        """Seconds of a step that post-validation saves, if no gradient needs clipping.
+
+        Steps are simulated one after the other until their times repeat: a stage ends its passes, updates, and begins
+        the next step; before its first backward pass it waits for the norm of all stages' gradients.
+        """
+        layout, m = self.layout, self._simulated
+        if not layout.post_validation:
+            return 0.0
+        shape = layout.pipeline, layout.chunks, m
+        passes = np.array(passes_before_validation(layout.schedule(self.job), *shape, layout.v_shaped))
+        reduced, update = self.end_of_step(), self.optimizer()
+        ends, period = self._ends(m), 0.0
+        alone = float(ends.max()) + reduced + update
+        for _ in range(VALIDATED_STEPS):
+            norm = float(ends.max()) + reduced
+            ends = self._ends(m, Earlier(ends + reduced + update, passes, norm))
+            period = float(ends.max()) + reduced - norm
+        return alone - period
 
     @functools.cached_property
     def busiest(self) -> tuple[float, float]:
@@ -241,7 +272,7 @@ class Simulator:
 
         A stage waits for the first microbatch to pass the stages before it, works, and these then end their backward
         passes of the last microbatch. If backward passes are split, a stage may end with weight gradients, so that the
-        others do not wait.
+        others do not wait. With post-validation the first microbatches run beside the step before.
         """
         layout, before, bound = self.layout, 0.0, 0.0
         transfers = 2 * self.transfer
@@ -258,7 +289,7 @@ class Simulator:
                 found[key] = work, wait
             work, wait = found[key]
             bound = max(bound, before + work)
-            before += wait
+            before += 0.0 if layout.post_validation else wait
         return bound
 
     def gradients(self) -> float:
@@ -292,11 +323,13 @@ class Simulator:
     def optimizer(self) -> float:
         """Seconds of the update of this replica's share of the parameters.
 
-        Offloaded state is copied to the device and back beside it.
+        Offloaded state is copied to the device and back beside it. Post-validation first makes a copy.
         """
         owned = owned_parameters(self.job, self.layout, self._largest_stage)
         element = self.cluster.device.element
         copied = 0 if element == 4 else element  # fp32 weights are their own master weights
+        if self.layout.post_validation:
+            copied += 2 * BACKUP  # read and written
         seconds = owned * (OPTIMIZER_BYTES + copied) / self._stream_bandwidth
         if not self.layout.offload_optimizer:
             return seconds
@@ -319,6 +352,7 @@ class Simulator:
         end_of_step = self.end_of_step()
         layers = (self.layers.forward + self.layers.backward) * m
         gradients, optimizer = self.gradients(), self.optimizer()
+        pipeline = max(self.pipeline_bound(), pipeline - self.saved) if self.saved else pipeline
         return Step(
             seconds=pipeline + end_of_step + optimizer,
             matmul=layers.matmul,

@@ -73,6 +73,21 @@ def can_shard_parameters(layout: Layout) -> bool:
     return not layout.splits_backward
 
 
+def can_post_validate(job: Job, layout: Layout) -> bool:
+    """Return True if stages may update their weights before the norm of all gradients is known.
+
+    Without experts, and where no stage waits for the gradient of another one's table.
+    """
+    tied = not job.model.untie_embeddings_and_output_weights or job.model.mtp_num_layers > 0
+    return layout.splits_backward and job.model.num_experts is None and (layout.v_shaped or not tied)
+
+
+def gains_by_validation(job: Job, layout: Layout) -> bool:
+    """Return True if post-validation may shorten a step: if no stage waits between its first and its last pass."""
+    gains = layout.schedule_name in ("zb-h2", "zb-v") and layout.pipeline <= MAX_V_STAGES
+    return gains and can_post_validate(job, layout)
+
+
 def can_offload_activations(layout: Layout) -> bool:
     """Return True if activations may go to host memory, and the count of memory knows how many come back at a time.
 
@@ -200,13 +215,15 @@ def variants(
 
 
 def with_schedules(shape: Layout, job: Job) -> Iterator[Layout]:
-    """Yield a shape with each schedule, with and without stages of equal work."""
+    """Yield a shape with each schedule, with and without stages of equal work and post-validation."""
     divisions = (False, True) if gains_by_division(job, shape) else (False,)
     for name, balanced in itertools.product(schedules(job, shape), divisions):
         scheduled = dataclasses.replace(shape, pipeline_schedule=name, balanced=balanced)
         if scheduled.splits_backward:  # weight gradients are complete only at the end of a step
             scheduled = dataclasses.replace(scheduled, overlap_grad_reduce=False)
         yield scheduled
+        if gains_by_validation(job, scheduled):
+            yield dataclasses.replace(scheduled, post_validation=True)
 
 
 def count_variants(shape: Layout, job: Job, cluster: Cluster) -> int:

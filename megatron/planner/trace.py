@@ -139,9 +139,10 @@ def _sends(simulator: Simulator, stage: int, action: Compute) -> bool:
 def _end_of_step(simulator: Simulator, stage: int, end: float, last: float) -> Iterator[Event]:
     """Communication among replicas after the last backward pass of a stage, and the optimizer.
 
-    A stage that ends before the `last` one is drawn as waiting for it: all take the optimizer step together.
+    A stage that ends before the `last` one is drawn as waiting for it: all take the optimizer step together, but with
+    post-validation.
     """
-    now = last
+    now = last = end if simulator.layout.post_validation else last
     for exchange in simulator.exchanges():
         if exchange.beside is not None:
             continue

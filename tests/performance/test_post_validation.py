@@ -39,7 +39,8 @@ from megatron.parallel.schedules import (
     with_transfers,
 )
 from megatron.performance import post_validation
-from megatron.performance.post_validation import PostValidation, with_validation
+from megatron.performance.post_validation import PostValidation
+from megatron.performance.validation_lists import with_validation
 from megatron.planner.dry_run import DryRun
 from megatron.pretrain_gpt import GPT
 from megatron.training.engine import Engine

@@ -38,6 +38,7 @@ SCHEDULE, EAGER, INSTANCES = (
     "--no-torch-compile",
     "--num-distributed-optimizer-instances 2",
 )
+VALIDATED = "--enable-optimizer-post-validation"
 # Processes and flags; and the stages that are counted by default.
 LAYOUTS: dict[str, tuple[int, str]] = {
     "P4": (4, f"{PP} 4"),
@@ -50,6 +51,11 @@ LAYOUTS: dict[str, tuple[int, str]] = {
     "P4 uneven": (4, f"{PP} 4 --pipeline-model-parallel-layout Et*6|t*3|t*5|ttL"),
     "P4 zb-h1": (4, f"{PP} 4 {SCHEDULE} zb-h1 {EAGER}"),
     "P4 zb-h2": (4, f"{PP} 4 {SCHEDULE} zb-h2 {EAGER}"),
+    "P4 zb-h2 validated": (4, f"{PP} 4 {SCHEDULE} zb-h2 {EAGER} {VALIDATED}"),
+    "P4D2 zb-v validated": (
+        8,
+        f"{PP} 4 {CHUNKS} 2 {SCHEDULE} zb-v {EAGER} {VALIDATED} --use-distributed-optimizer",
+    ),
     "P4 zb-v": (4, f"{PP} 4 {CHUNKS} 2 {SCHEDULE} zb-v {EAGER}"),
     "P4 v-half": (4, f"{PP} 4 {CHUNKS} 2 {SCHEDULE} v-half {EAGER}"),
     "P4 v-min": (4, f"{PP} 4 {CHUNKS} 2 {SCHEDULE} v-min {EAGER}"),

@@ -31,6 +31,7 @@ from megatron.planner.space import shapes, variants
 
 # Random cases that are enumerated within a second.
 QUICK = (2, 7)
+UNTIED = {"untie_embeddings_and_output_weights": True, "add_bias_linear": False}
 EXPERTS = {"num_experts": 8, "moe_ffn_hidden_size": 1024, "moe_grouped_gemm": True, "add_bias_linear": False}
 
 
@@ -47,7 +48,7 @@ def random_case(seed: int) -> tuple[Job, Cluster]:
         hidden_size=128 * heads,
         num_attention_heads=heads,
         max_position_embeddings=8192,
-        **random.choice([{}, {"swiglu": True, "add_bias_linear": False}, EXPERTS]),
+        **random.choice([{}, {"swiglu": True, **UNTIED}, EXPERTS]),
     )
     gpu, sizes = random.choice([("a100-80gb", [2, 8, 16, 24]), ("h100-80gb", [8, 32]), ("gb200", [4, 8, 16])])
     machine = cluster(random.choice(sizes), gpu)
@@ -87,7 +88,7 @@ def with_host_memory(layout: Layout, gpt: Job) -> Iterator[list[Layout]]:
     numbers: list[int | None] = [0]
     if layout.schedule_name == "1f1b" and layout.recompute == "none":
         numbers += [*range(1, gpt.model.num_layers // layout.pipeline), None]
-    for state in (False, True):
+    for state in (False, True)[: 1 + (not layout.post_validation)]:
         yield [
             dataclasses.replace(layout, offload_optimizer=state, offload_layers=number) for number in numbers
         ]
