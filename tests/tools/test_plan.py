@@ -154,7 +154,7 @@ def test_a_plan_with_fp8(plan):
             r"--trace: /none/here\.json cannot be written: there is no directory /none$",
         ),
         (
-            "--model 39.1b --gpus 8",
+            "--model 145.6b --gpus 8",
             "no layout fits this model on 8 a100-80gb .*; the smallest cluster that fits it has",
         ),
         (
