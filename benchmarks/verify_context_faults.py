@@ -9,7 +9,7 @@ CONTEXT, RING = f"{ATTENTION}:ContextAttention", f"{ATTENTION}:_Attention"
 GROUPS, LOSSES = "megatron.optim.optimizer:param_groups", "megatron.model.moe.router:auxiliary_losses"
 _OUTPUT = r"^activation of decoder\.layers\.0\.self_attention"
 _BACKWARD = r"^activation gradient of decoder\.layers\.1\.(self_attention\.linear_qkv|input_layernorm)"
-_LOSS_SCALE = "^activation gradient of the model"
+_LOSS_SCALE = "^activation gradient of (the model|output_layer)"
 _ROUTER = r"^(activation gradient|gradient) of decoder\.layers\.\d\.(pre_mlp_layernorm|mlp\.router\.weight)"
 
 CONTEXT_FAULTS = (
