@@ -5,33 +5,39 @@
 Runs have single-threaded processes, one on each of two cores or one alone. Calibrations as by `tools/plan.py
 --calibrate` come before and after each group of layouts, because the speed of a shared machine changes from minute to
 minute; a prediction is the mean by both. Run this on an otherwise idle machine.
+
+Mixtures choose experts at random, as in NVIDIA's benchmarks (--moe-router-force-load-balancing): the planner takes each
+expert as equally likely, while an untrained router gives one of two ranks up to 13% more rows than the mean.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from parallel import run_metadata
-from parallel_steps import COMMON, FULL, NO_DROPOUT, PP, TP, time_steps
+from parallel_steps import COMMON, FULL, NO_DROPOUT, PP, TP, start_run
 from parallel_workers import Workers
 
 from megatron.arguments import parse_run_config
 from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.errors import InputError
 from megatron.flags import Config, flag
+from megatron.model.moe.router import Router
 from megatron.planner.calibrate import measure_cpu
 from megatron.planner.cluster import Cluster
 from megatron.planner.given import given_run
@@ -169,6 +175,28 @@ def compare(config: BenchmarkConfig, layouts: Sequence[str], precision: str) -> 
 def calibrate(processes: int, precision: str) -> Cluster:
     """Measure so many processes of this machine."""
     return measure_cpu(processes, PRECISIONS[precision], rounds=CALIBRATION_ROUNDS)[0]
+
+
+def time_steps(flags: str) -> Iterator[float]:
+    """Yield the seconds of each step, between barriers of all processes, with experts that are equally likely."""
+    with start_run(flags) as run:
+        torch.manual_seed(run.mesh.world.rank)  # ranks with other tokens choose other experts
+        for module in (module for chunk in run.engine.modules for module in chunk.modules()):
+            if isinstance(module, Router):
+                module.logits = functools.partial(random_logits, module.logits)
+        run.step()
+        while True:
+            run.wait()
+            begin = time.perf_counter()
+            run.step()
+            run.wait()
+            yield time.perf_counter() - begin
+
+
+def random_logits(logits: Callable[[Tensor], Tensor], x_sbh: Tensor) -> Tensor:
+    """Normal numbers in place of a router's logits, whose gradient they pass on: the router computes all it does."""
+    logits_sbe = logits(x_sbh)
+    return logits_sbe + (torch.randn_like(logits_sbe) - logits_sbe).detach()
 
 
 def measure(flags: str, names: Sequence[str], rounds: int) -> dict[str, float]:
