@@ -133,7 +133,8 @@ def routed_activations(
     experts, topk, ffn = model.num_experts or 0, model.moe_router_topk, model.moe_ffn_hidden_size or 0
     fc1, products = (2 if model.gated else 1), any(program.weighted)
     activation = 0 if program.module_recompute else kept
-    hidden = (ffn / layout.expert_tensor) * (element * (fc1 + products) + activation)
+    gate = model.gated and not program.compiled  # its activation
+    hidden = (ffn / layout.expert_tensor) * (element * (fc1 + products + gate) + activation)
     rows = topk * layout.expert_tensor
     exchanged = layout.expert * layout.expert_tensor > 1
     row = kept * model.hidden_size + hidden + (2 if exchanged else 1) * INDEX_BYTES
@@ -327,6 +328,28 @@ def backward_of_a_layer(job: Job, layout: Layout, element: int) -> float:
     return element * (local + max(gathered + ffn, ffn * (1 + model.gated + layout.splits_backward)))
 
 
+def experts_working(job: Job, layout: Layout, element: int, program: Program) -> float:
+    """Bytes that a layer with experts needs beside what it keeps, in this program.
+
+    In backward these are gradients of the hidden layer: of its product with the router's weights, and that product's
+    two; or of the rows, in and out, and of one hidden layer. In forward, the outputs of the rows before and after they
+    go back, what came, and their sum's terms, with less under way between stages. What
+    --moe-layer-recompute recomputes is there when the rows' gradients are not.
+    """
+    model, tokens = job.model, layout.tokens(job)
+    hidden = tokens * model.hidden_size / (layout.tensor if layout.sequence_parallel else 1)
+    rows = tokens / layout.tensor * model.moe_router_topk * layout.expert_tensor
+    row, ffn = rows * model.hidden_size, rows * (model.moe_ffn_hidden_size or 0) / layout.expert_tensor
+    waits = layout.splits_backward and not model.moe_grouped_gemm
+    backward = hidden + max((2 + waits) * ffn, 2 * row + ffn)
+    forward = (4 if layout.expert * layout.expert_tensor > 1 else 2) * row - hidden
+    kept = 0.0
+    if model.moe_layer_recompute:
+        inputs = input_bytes(job, element, program)
+        kept = tokens / layout.tensor * routed_activations(model, layout, element, program, inputs)
+    return max(kept, element * backward, element * forward)
+
+
 def transfer_buffers(job: Job, layout: Layout, element: int) -> float:
     """Bytes of what a stage has received and of what it still sends."""
     if layout.pipeline == 1:
@@ -347,7 +370,10 @@ def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program
     # Transfers and gradients within a layer are known of this program only.
     if program.chunked_logits:
         activations += transfer_buffers(job, layout, element)
-        working = working or backward_of_a_layer(job, layout, element)
+        if experts:
+            working = experts_working(job, layout, element, program)
+        else:
+            working = backward_of_a_layer(job, layout, element)
     if layout.recompute == "full":  # the layer being recomputed, whose input is kept
         working += of_layer(recompute="none", has_experts=experts > 0) - of_layer(recompute="full")
     tokens = layout.tokens(job)
