@@ -6,7 +6,7 @@ import dataclasses
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from megatron.errors import InputError
 from megatron.planner.bounds import Bounds
@@ -52,8 +52,7 @@ class SearchResult:
 
     Attributes:
         layouts: number of layouts that divide job and cluster.
-        timed: number of those simulated, also with offload. The others are slower than the plans, by a lower bound of
-            their time.
+        timed: number of those simulated. The others are slower than the plans, by a lower bound of their time.
         too_large: number of those found not to fit without offload.
     """
 
@@ -79,9 +78,8 @@ def search(
 ) -> SearchResult:
     """Find the fastest layouts that fit; each shape counts with its fastest variant.
 
-    Layouts are simulated in the order of a lower bound of their time, until that of the next exceeds the time of the
-    plans found: the result is that of simulating all. Those that do not fit are tried with recomputation, and
-    if that does not suffice with offload to host memory.
+    Those that do not fit are tried with recomputation. Only if no layout fits so, all are tried with offload to host
+    memory, since the speed of copies is not measured.
 
     Args:
         progress: called with the number of layouts examined so far.
@@ -89,6 +87,30 @@ def search(
 
     Raises:
         InputError: no layout divides the job, or none fits; the message names the smallest sufficient cluster.
+    """
+    among = list(shapes(job, cluster) if among is None else among)
+    result = _fastest(job, cluster, among, num_plans, progress, host=False)
+    if not result.plans:
+        with_host = _fastest(job, cluster, among, num_plans, progress, host=True)
+        result = dataclasses.replace(with_host, too_large=result.too_large)
+    if not result.plans:
+        raise InputError(_nothing_fits(job, cluster, result.too_large))
+    return result
+
+
+def _fastest(
+    job: Job,
+    cluster: Cluster,
+    among: Sequence[Layout],
+    num_plans: int,
+    progress: Callable[[int], object],
+    *,
+    host: bool,
+) -> SearchResult:
+    """Find the fastest of some shapes, with `host` also with offload to host memory.
+
+    Layouts are simulated in the order of a lower bound of their time, until that of the next exceeds the time of the
+    plans found: the result is that of simulating all.
     """
     bounds = Bounds(job, cluster)
     # Each layout comes up with ever closer bounds, so that those of most are not computed.
@@ -99,7 +121,7 @@ def search(
     def push(seconds: float, kind: str, layout: Layout, shape: Layout) -> None:
         heapq.heappush(queue, (seconds, next(numbers), kind, layout, shape))
 
-    for shape in shapes(job, cluster) if among is None else among:
+    for shape in among:
         considered += count_variants(shape, job, cluster)
         push(bounds.of_shape(shape), "shape", shape, shape)
         progress(considered)
@@ -115,16 +137,14 @@ def search(
             if not state_fits(job, layout, cluster):
                 too_large += 2
                 layout = dataclasses.replace(layout, offload_optimizer=True)
-                if not (can_offload_optimizer(layout) and state_fits(job, layout, cluster)):
+                if not (host and can_offload_optimizer(layout) and state_fits(job, layout, cluster)):
                     continue
             push(bounds.of_step(layout), "step", layout, shape)
             continue
         if not fits_memory(job, layout, cluster):
-            ways = list(_thriftier(layout, job, cluster))
-            if not layout.uses_host:
-                too_large += 1 if any(not way.uses_host for way in ways) else 2
-            for way in ways:
-                push(bounds.of_step(way), "step", way, shape)
+            too_large += 1
+            for other in _thriftier(layout, job, cluster, host=host):
+                push(bounds.of_step(other), "step", other, shape)
             continue
         timed += 1
         plan = Plan(layout, bounds.simulator(layout).step(), memory_of(job, layout, cluster))
@@ -132,28 +152,20 @@ def search(
             best[shape] = plan
             times = sorted(plan.step.seconds for plan in best.values())
             limit = times[num_plans - 1] if len(times) >= num_plans else math.inf
-    if not best:
-        raise InputError(_nothing_fits(job, cluster, too_large))
     plans = sorted(best.values(), key=lambda plan: plan.step.seconds)
     return SearchResult(plans[:num_plans], considered, timed, too_large)
 
 
-def _thriftier(layout: Layout, job: Job, cluster: Cluster) -> Iterator[Layout]:
-    """Yield layouts with less memory and more time than one that does not fit.
-
-    Host memory is used where recomputation does not suffice, since the speed of copies is not measured.
-    """
+def _thriftier(layout: Layout, job: Job, cluster: Cluster, *, host: bool) -> Iterator[Layout]:
+    """Yield layouts with less memory and more time than one that does not fit."""
     if layout.recompute != "none" or layout.offload_layers != 0:
         return
-    recomputed = dataclasses.replace(layout, recompute="full")
-    if layout.offload_optimizer:
-        yield recomputed
-    elif fits_memory(job, recomputed, cluster):
-        yield recomputed
-        return
+    if not host or layout.offload_optimizer:
+        yield dataclasses.replace(layout, recompute="full")
     elif can_offload_optimizer(layout):
         yield dataclasses.replace(layout, offload_optimizer=True)
-    yield from fewest_layers(layout, job, cluster)
+    if host:
+        yield from fewest_layers(layout, job, cluster)
 
 
 def fewest_layers(layout: Layout, job: Job, cluster: Cluster) -> Iterator[Layout]:
