@@ -38,12 +38,13 @@ def write_output_file(flag: str, path: Path, text: str) -> None:
 def replacing(flag: str, path: Path) -> Iterator[Path]:
     """Yield the place at which to write an output file, which is moved to `path` once it is written.
 
-    A file that is there stays as it was if the new one cannot be written. A device or a pipe is written in place.
+    A file that is there stays as it was if the new one cannot be written. Devices and pipes are written in place.
 
     Raises:
         InputError: the file cannot be written, for an `OSError` of the code within.
     """
-    in_place = path.exists() and not path.is_file()
+    # A name in /dev, such as /dev/stdout, stands for a file that is open already.
+    in_place = path.exists() and (not path.is_file() or path.absolute().is_relative_to("/dev"))
     final = path if in_place else path.resolve()  # a link stays one
     target = path if in_place else final.with_name(f".writing-{final.name}")
     try:

@@ -61,3 +61,7 @@ def test_where_an_output_file_is_written(tmp_path: Path) -> None:
     write_output_file("--json", Path("/dev/null"), "[1]")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "[1]"
     assert Path("/dev/null").is_char_device()
+    (tmp_path / "out").touch()
+    with (tmp_path / "out").open() as file:
+        write_output_file("--json", Path(f"/dev/fd/{file.fileno()}"), "[1]")
+        assert file.read() == "[1]"
