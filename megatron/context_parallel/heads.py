@@ -43,7 +43,7 @@ def attend_by_heads(
 
 
 def to_positions(*tensors_bnsd: Tensor, heads: Axis, zigzag: Zigzag) -> tuple[Tensor, ...]:
-    """Each [b, n, s, d] to [b, n / H, H · s, d], by one all-to-all."""
+    """Exchange each [b, n, s, d] for [b, n / H, H · s, d], by one all-to-all."""
     size, (b, _, s, _) = heads.size, tensors_bnsd[0].shape
     # By the rank that the heads go to.
     rows = [x.unflatten(1, (size, -1)).permute(1, 3, 0, 2, 4).flatten(0, 1).flatten(1) for x in tensors_bnsd]
@@ -58,7 +58,7 @@ def to_positions(*tensors_bnsd: Tensor, heads: Axis, zigzag: Zigzag) -> tuple[Te
 
 
 def to_heads(out_bnsw: Tensor, heads: Axis, zigzag: Zigzag) -> Tensor:
-    """[b, n / H, H · s, w] to [b, n, s, w], by one all-to-all."""
+    """Exchange [b, n / H, H · s, w] for [b, n, s, w], by one all-to-all."""
     size, (b, n, positions, w) = heads.size, out_bnsw.shape
     s = positions // size
     chunks = out_bnsw.permute(2, 0, 1, 3).flatten(1).unflatten(0, (zigzag.segments, 2, size, -1))
@@ -71,7 +71,7 @@ def to_heads(out_bnsw: Tensor, heads: Axis, zigzag: Zigzag) -> Tensor:
 
 
 class _Saved:
-    """The tensors that attention saves. `_ToHeads` keeps them in its place, except the output."""
+    """The tensors that attention saves for backward. `_ToHeads` saves them instead, without the output."""
 
     def __init__(self) -> None:
         self.tensors: dict[int, Tensor] = {}  # in the order of saving
@@ -133,10 +133,10 @@ def product(grad_bnsw: Tensor, out_bnsw: Tensor) -> Tensor:
 
 
 def with_product(grad_bnsw: Tensor, product_bns1: Tensor, run: CompileFn) -> Tensor:
-    """A tensor like `grad_bnsw` that has a given `product` with it.
+    """Return a tensor like `grad_bnsw` whose `product` with it has the given values.
 
-    A bf16 number has 8 bits. So the factor of the largest element of the gradient stands for the whole product, and
-    those of the others for what rounding it leaves: the sum is exact to 16 bits.
+    A bf16 number has 8 significant bits. So the factor of the gradient's largest element gives the product to 8 bits,
+    and the factors of the other elements correct its rounding error: the sum is exact to 16 bits.
     """
     # Two functions, since compiled code would not round within one.
     return run(_with_rest, grad_bnsw, product_bns1, *run(_first_factor, grad_bnsw, product_bns1))
@@ -151,12 +151,12 @@ def _first_factor(grad_bnsw: Tensor, product_bns1: Tensor) -> tuple[Tensor, Tens
 
 
 def _with_rest(grad_bnsw: Tensor, product_bns1: Tensor, index_bns1: Tensor, factor_bns1: Tensor) -> Tensor:
-    """The factors of all elements: that of the largest, and for the others their multiple with the rest."""
+    """The factors of all elements: the given one of the largest; those of the others correct its rounding error."""
     grad = grad_bnsw.to(product_bns1.dtype)
     largest = grad.gather(-1, index_bns1)
     is_largest = torch.arange(grad.shape[-1], device=grad.device) == index_bns1
     others = torch.where(is_largest, 0.0, grad)
-    # Not less than this, which bounds the factors of elements much smaller than the largest.
+    # The lower bound limits the factors where all other elements are much smaller than the largest.
     square = torch.maximum(others.square().sum(-1, keepdim=True), (largest / 256).square())
     rest = (product_bns1 - factor_bns1 * largest) / square.clamp(min=torch.finfo(square.dtype).tiny)
     return torch.where(is_largest, factor_bns1, (others * rest).to(grad_bnsw.dtype))

@@ -234,8 +234,8 @@ def takeaways(best: Plan, job: Job, cluster: Cluster) -> list[str]:
         + (f"; {p} stages share the layers." if p > 1 else "; the model needs no pipeline."),
         f"Model parallelism until the model fits, data parallelism beyond (takeaway 2). The model is split over "
         f"{many(t * p, 'device')} and needs {best.memory.total / 1e9:.0f} GB of {usable:.0f} usable each; "
-        f"{many(d, 'replica')} share the batch, and their communication takes {percent(share['gradients'])} of the "
-        "step.",
+        f"the batch is divided over {many(d, 'replica')}, whose communication takes {percent(share['gradients'])} of "
+        "the step.",
     ]
     if p > 1:
         bubble = f"{percent(bubble_fraction(p, 1, m))}"

@@ -105,9 +105,7 @@ def host_memory(plan: Plan, cluster: Cluster) -> str:
     needed, host = plan.memory.host / 1e9, cluster.host
     if not needed:
         return ""
-    speeds = (
-        f"copies reach {host.copy / 1e9:.3g} GB/s, {host.exchange / 1e9:.3g} GB/s in both directions at once"
-    )
+    speeds = f"assumed: copies at {host.copy / 1e9:.3g} GB/s, {host.exchange / 1e9:.3g} GB/s in both directions at once"
     if host.memory is None:
         return f"\n  host    {needed:.3g} GB for each device, of a size that is not known; {speeds}"
     usable = USABLE_HOST * host.memory / 1e9

@@ -175,7 +175,7 @@ def test_a_plan_prints_host_memory(host: str, tmp_path: Path, capsys: pytest.Cap
     assert "waiting for copies of activations" in output and "waiting for copies" in trace.read_text()
     if host:
         assert "of the 36 GB usable for each device" in output and "4.1 GB too many" in output
-        assert "copies reach 16 GB/s" in output
+        assert "assumed: copies at 16 GB/s" in output
     else:
         assert "of the 225 GB usable" in output
     assert re.search(r"activations on the device +does not fit", output)
