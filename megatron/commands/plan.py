@@ -168,7 +168,8 @@ def print_notes(config: PlanConfig, plan: Plan, job: Job, cluster: Cluster) -> N
             band += (
                 f"a guess, since speeds of {generation(gpu)} are those of public tests of single operations"
             )
-        print(f"{band}. This program is not measured on GPU clusters")
+        copies = ", and the speed of copies to host memory is assumed" if plan.layout.uses_host else ""
+        print(f"{band}. This program is not measured on GPU clusters{copies}")
     if config.tokens is not None:
         steps = config.tokens / (job.global_batch_size * job.seq_length)
         hours = steps * plan.step.seconds / 3600
