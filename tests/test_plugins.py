@@ -20,7 +20,7 @@ def test_a_run_prints_its_stacks_when_a_signal_ends_it(monkeypatch) -> None:
         checkpoint=CheckpointConfig(),
         parallel=ParallelConfig(),
         plugin=lambda _: types.SimpleNamespace(
-            dry_run=False, loss_mean="tokens", train_epochs=None, num_threads=None
+            dry_run=False, loss_mean="tokens", train_epochs=None, num_threads=None, cuda_graph=False
         ),
     )
     monkeypatch.setattr(faulthandler, "enable", lambda file: enabled.append(file))

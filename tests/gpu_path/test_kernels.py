@@ -139,7 +139,7 @@ def test_copies_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     sound = copies(small())
     assert fp32_logits(small(), 1024) == []
     forward = MLP.forward
-    monkeypatch.setattr(MLP, "forward", lambda self, x, _: forward(self, x.float().bfloat16()))
+    monkeypatch.setattr(MLP, "forward", lambda self, x, *_: forward(self, x.float().bfloat16()))
     assert len(copies(small())) == len(sound) + 4  # each way, forward and backward
     monkeypatch.setattr(MLP, "forward", forward)
     split = SelfAttention.split_heads
