@@ -159,9 +159,10 @@ def start_run(flags: str) -> Iterator[StepRunner]:
         yield StepRunner(config, mesh)
 
 
-def time_steps(flags: str) -> Iterator[float]:
-    """Yield the seconds of each step, between barriers of all processes."""
+def time_steps(flags: str, prepare: Callable[[StepRunner], None] = lambda run: None) -> Iterator[float]:
+    """Yield the seconds of each step, between barriers of all processes. `prepare` changes the run before."""
     with start_run(flags) as run:
+        prepare(run)
         run.step()
         while True:
             run.wait()

@@ -29,8 +29,9 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import parallel_steps
 from parallel import run_metadata
-from parallel_steps import COMMON, FULL, NO_DROPOUT, PP, TP, start_run
+from parallel_steps import COMMON, FULL, NO_DROPOUT, PP, TP, StepRunner
 from parallel_workers import Workers
 
 from megatron.arguments import parse_run_config
@@ -178,19 +179,15 @@ def calibrate(processes: int, precision: str) -> Cluster:
 
 
 def time_steps(flags: str) -> Iterator[float]:
-    """Yield the seconds of each step, between barriers of all processes, with experts that are equally likely."""
-    with start_run(flags) as run:
-        torch.manual_seed(run.mesh.world.rank)  # ranks with other tokens choose other experts
-        for module in (module for chunk in run.engine.modules for module in chunk.modules()):
-            if isinstance(module, Router):
-                module.logits = functools.partial(random_logits, module.logits)
-        run.step()
-        while True:
-            run.wait()
-            begin = time.perf_counter()
-            run.step()
-            run.wait()
-            yield time.perf_counter() - begin
+    """Yield the seconds of each step, with experts that are equally likely."""
+    return parallel_steps.time_steps(flags, choose_experts_at_random)
+
+
+def choose_experts_at_random(run: StepRunner) -> None:
+    torch.manual_seed(run.mesh.world.rank)  # ranks with other tokens choose other experts
+    for module in (module for chunk in run.engine.modules for module in chunk.modules()):
+        if isinstance(module, Router):
+            module.logits = functools.partial(random_logits, module.logits)
 
 
 def random_logits(logits: Callable[[Tensor], Tensor], x_sbh: Tensor) -> Tensor:

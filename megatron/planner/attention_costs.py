@@ -21,8 +21,8 @@ ATTENTION_BLOCK = 128
 UNALIGNED_HEADS = 0.034
 # Heads exchanged for positions: rows by their rank, joined, and the positions of the sequence in order, each a copy.
 HEAD_EXCHANGE = (6, 6)
-# Of an element of the output: its product with the gradient (2), another output with this product (4), and a copy of it
-# where attention expects it (3).
+# Accesses for an element of the output in backward: its product with the gradient (2), another output with this product
+# (4), and a copy of it where attention expects it (3). Counted by hand.
 OUTPUT_PRODUCT = (0, 9)
 # Part of a rank's queries, and of another rank's keys, that meet in causal attention: all queries and half of the keys
 # if the other rank is before it in the zigzag, otherwise half of the queries and all keys.

@@ -8,12 +8,13 @@ import functools
 import numpy as np
 
 from megatron.parallel.schedules import Compute, Timeline, simulate
+from megatron.planner.activations import leaving_activations
 from megatron.planner.cluster import Cluster
 from megatron.planner.costs import ForwardBackward
 from megatron.planner.exchanges import Exchange, Replicas
 from megatron.planner.kernels import Kernels
 from megatron.planner.layout import Job, Layout
-from megatron.planner.memory import BACKUP, leaving_activations, state_bytes
+from megatron.planner.memory import BACKUP, state_bytes
 from megatron.planner.parameters import (
     largest_stage,
     owned_parameters,

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.parallel.schedules import Backward, BackwardInput, BackwardWeight, Compute, Forward
+from megatron.planner.activations import chunk_activations, waiting_bytes
 from megatron.planner.costs import Cost
-from megatron.planner.memory import chunk_activations, stage_memory, waiting_bytes
+from megatron.planner.memory import stage_memory
 from megatron.planner.simulate import Simulator
 
 Event = dict[str, Any]

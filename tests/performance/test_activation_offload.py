@@ -14,9 +14,9 @@ from megatron.errors import InputError
 from megatron.parallel.mesh import Mesh, init_mesh
 from megatron.performance import activation_offload
 from megatron.performance.activation_offload import SPARE, Activation, HostCopies, Pass, last_overlapped
+from megatron.planner.activations import layer_activations
 from megatron.planner.dry_run import DryRun, longest_batch
 from megatron.planner.layout import Job, Layout
-from megatron.planner.memory import layer_activations
 from megatron.planner.programs import OURS
 from megatron.pretrain_gpt import GPT
 from megatron.training.build import build_engine

@@ -24,7 +24,7 @@ from megatron.planner.layout import Layout
 from megatron.planner.programs import OURS
 
 LENGTH, HIDDEN, HEADS = 512, 256, 4
-# Of these the first ones are views, and the others attention itself.
+# Operations that are not counted: views, and attention itself.
 FREE = (
     *("view", "split", "transpose", "permute", "slice", "select", "unsqueeze", "unbind", "expand"),
     *("detach", "alias"),

@@ -26,13 +26,13 @@ from megatron.ops.cpu import linear
 from megatron.parallel import collectives
 from megatron.parallel.mesh import Mesh, init_mesh
 from megatron.planner import dry_run
+from megatron.planner.activations import layer_activations
 from megatron.planner.count_step import PhaseRecorder, count_step
 from megatron.planner.counting import Counter, Traffic
 from megatron.planner.dry_run import DryRun
 from megatron.planner.dry_run_report import RankCost, size
 from megatron.planner.fakes import balanced_choice, balanced_drops
 from megatron.planner.layout import Job, Layout
-from megatron.planner.memory import layer_activations
 from megatron.planner.programs import OURS
 from megatron.pretrain_bert import bert
 from megatron.pretrain_gpt import DEFAULTS, GPT

@@ -18,11 +18,12 @@ from megatron.ops.config import LOGITS_CHUNK_BYTES, LOGITS_PIECE_BYTES
 from megatron.parallel.mesh import Axis
 from megatron.parallel.recompute import NO_RECOMPUTE, Recompute
 from megatron.parallel.stages import split_layers
+from megatron.planner.activations import layer_activations
 from megatron.planner.dry_run import DryRun
 from megatron.planner.given import given_run
 from megatron.planner.held import counted_microbatches, most_held
 from megatron.planner.layout import Job, Layout
-from megatron.planner.memory import fits, layer_activations, max_in_flight, max_memory, stage_memory
+from megatron.planner.memory import fits, max_in_flight, max_memory, stage_memory
 from megatron.planner.models import A100_MODELS, MODELS
 from megatron.planner.parameters import model_parameters, stage_parameters
 from megatron.planner.programs import NVIDIA_2021, OURS

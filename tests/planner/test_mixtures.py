@@ -18,11 +18,12 @@ from megatron.ops.cpu import linear
 from megatron.parallel.mesh import axis_sizes
 from megatron.parallel.recompute import NO_RECOMPUTE
 from megatron.planner import kernels
+from megatron.planner.activations import layer_activations
 from megatron.planner.dry_run import DryRun
 from megatron.planner.explain import other_choices
 from megatron.planner.kernels import Kernels
 from megatron.planner.layout import Job, Layout
-from megatron.planner.memory import layer_activations, stage_memory
+from megatron.planner.memory import stage_memory
 from megatron.planner.parameters import model_parameters, owned_parameters, stage_parameters
 from megatron.planner.programs import OURS
 from megatron.planner.routing import Routing, busiest, mean_tiles

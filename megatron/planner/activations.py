@@ -1,0 +1,264 @@
+"""Activations of the layers of a stage, of its transfers and of the loss, by formulas.
+
+Names: b microbatch size, s sequence length, h hidden size, t tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from megatron.model.config import ModelConfig
+from megatron.model.flops import attention_linears
+from megatron.ops.config import LOGITS_CHUNK_BYTES, LOGITS_PIECE_BYTES
+from megatron.planner.host_copies import leaving_bytes
+from megatron.planner.layout import Job, Layout
+from megatron.planner.programs import Program
+
+# Transfers that a stage has under way at once, as in megatron/parallel/transfers.py.
+MAX_PENDING_SENDS = 4
+INDEX_BYTES = 16  # of a row of an expert: its token, and the row of a token's copy
+WEIGHT_BYTES = 4 + 8 + 4  # of a token's copy: its weight, its expert, and the weight of its row
+
+
+def layer_activations(
+    job: Job,
+    layout: Layout,
+    element: int,
+    program: Program,
+    *,
+    recompute: str,
+    has_experts: bool = False,
+) -> float:
+    """Bytes that one layer keeps of a microbatch for backward (2205.05198 table 2).
+
+    In units of an element of [s, b, h]: the inputs (residual stream) and outputs of both norms; `attention_elements`;
+    the MLP's hidden layer before and after GELU; a byte for each dropout mask; without fused attention, the scores
+    before and after dropout.
+    """
+    model, t = job.model, layout.tensor
+    tokens, h = layout.tokens(job), model.hidden_size
+    ranks = t if layout.sequence_parallel else 1
+    residual = job.residual_element(element)
+    if recompute == "full":
+        return residual * tokens * h / ranks
+    kept = input_bytes(job, element, program)
+    width = (model.moe_shared_expert_intermediate_size or 0) if has_experts else model.ffn_hidden_size
+    # Layers that are not compiled also keep the activation of the gate.
+    hidden = (2 if model.gated else 1) + (model.gated and not program.compiled)
+    ffn = width * (element * hidden + kept) / t
+    masks = 2 if model.hidden_dropout else 0
+    normed = 0 if program.module_recompute else 2 * kept
+    inputs = 1 if model.use_parallel_residual else 2  # of the residual stream
+    replicated = tokens * h * (inputs * residual + normed + masks) / ranks
+    sharded = tokens * (element * attention_elements(model, t, latents_only=program.latent_recompute) + ffn)
+    if has_experts:
+        replicated += tokens * h * element * model.moe_shared_expert_gate / ranks
+        routed = routed_activations(model, layout, element, program, kept)
+        sharded += 0 if model.moe_layer_recompute else tokens / t * routed
+    if program.fused_attention:
+        # In fp32 the logarithm of each row's sum of exponentials, and statistics of both norms.
+        sharded += 4 * tokens * model.num_attention_heads / t
+        replicated += 4 * tokens * 2 * (2 if model.normalization == "LayerNorm" else 1) / ranks
+    if program.fused_attention and recompute == "selective":
+        return (replicated + sharded) * (1 - program.selective)
+    if program.fused_attention or recompute == "selective":
+        return replicated + sharded
+    scores = layout.micro_batch_size * model.num_attention_heads * job.seq_length**2 / (t * layout.context)
+    return replicated + sharded + scores * (2 * element + (1 if model.attention_dropout else 0))
+
+
+def input_bytes(job: Job, element: int, program: Program) -> int:
+    """Bytes of an element of a product's input that is kept for backward: FP8 products may keep it in FP8."""
+    return 1 if job.fp8_format and program.fp8_inputs_kept else element
+
+
+def routed_activations(
+    model: ModelConfig, layout: Layout, element: int, program: Program, kept: int
+) -> float:
+    """Bytes that the router and the experts keep of a token.
+
+    Of each row of an expert these are its input, the hidden layer before and after the activation and, where that is
+    another operation, after its product with the router's weight, and indices and weights. The router keeps its scores
+    in fp32. Inputs of products have `kept` bytes an element.
+    """
+    experts, topk, ffn = model.num_experts or 0, model.moe_router_topk, model.moe_ffn_hidden_size or 0
+    fc1, products = (2 if model.gated else 1), any(program.weighted)
+    activation = 0 if program.module_recompute else kept
+    gate = model.gated and not program.compiled  # its activation
+    hidden = (ffn / layout.expert_tensor) * (element * (fc1 + products + gate) + activation)
+    rows = topk * layout.expert_tensor
+    exchanged = layout.expert * layout.expert_tensor > 1
+    row = kept * model.hidden_size + hidden + (2 if exchanged else 1) * INDEX_BYTES
+    weighted = model.moe_router_score_function == "sigmoid" or model.moe_router_pre_softmax
+    losses = len([x for x in model.moe_aux_loss_coeff if x > 0])
+    scores = weighted + (losses > 0) + losses + (2 if model.moe_z_loss_coeff is not None else 0)
+    return rows * row + topk * WEIGHT_BYTES + experts * 4 * scores
+
+
+def recomputed_experts(job: Job, layout: Layout, element: int, program: Program) -> float:
+    """Bytes that backward needs for the experts of one layer beyond what layers keep.
+
+    These are what --moe-layer-recompute recomputes, and with fully recomputed layers, which keep little themselves, the
+    gradients of rows and of the hidden layer.
+    """
+    model, tokens = job.model, layout.tokens(job) / layout.tensor
+    hidden = (model.moe_ffn_hidden_size or 0) / layout.expert_tensor * (3 if model.gated else 2)
+    rows = model.moe_router_topk * layout.expert_tensor
+    kept = 0.0
+    if model.moe_layer_recompute:
+        kept = routed_activations(model, layout, element, program, input_bytes(job, element, program))
+    gradients = element * rows * (2 * model.hidden_size + hidden) if layout.recompute == "full" else 0
+    return tokens * (kept + gradients)
+
+
+def attention_elements(model: ModelConfig, tensor: int, *, latents_only: bool = False) -> float:
+    """Elements that attention keeps of a token on one of `tensor` ranks, except scores.
+
+    These are the fused QKV projection's output, kept whole while a view of it is alive, and the weighted sums.
+    """
+    if model.multi_latent_attention:
+        return latent_attention_elements(model, tensor, latents_only=latents_only)
+    heads = model.num_attention_heads * model.kv_channels / tensor
+    groups = model.kv_heads_per_rank(tensor)
+    kv = groups * model.kv_channels
+    kept = 2 * heads + 2 * kv
+    copied = model.qk_layernorm or model.position_embedding_type == "rope"
+    if copied:
+        # New queries and keys, and the weighted sums both in the layout of these queries and in that of the output
+        # projection's input.
+        kept += 2 * heads + kv
+    if 1 < groups < model.num_attention_heads / tensor and (model.qk_layernorm or not copied):
+        kept += heads  # the queries of several groups, made contiguous
+    return kept
+
+
+def latent_attention_elements(model: ModelConfig, tensor: int, *, latents_only: bool = False) -> float:
+    """`attention_elements` with latent attention. With `latents_only` backward recomputes what the latents give.
+
+    These are the latents before and after their norms, the shared key, queries and keys, the output of the projection
+    to keys and values, and the weighted sums, which the kernel writes as the output projection reads them.
+    """
+    heads = model.num_attention_heads / tensor
+    latents = (2 if model.qk_layernorm else 1) * ((model.q_lora_rank or 0) + model.kv_lora_rank)
+    projected = 0 if latents_only else 2 * model.kv_channels + model.qk_head_dim + model.v_head_dim
+    return latents + model.qk_pos_emb_head_dim + heads * (projected + model.v_head_dim)
+
+
+def rotary_bytes(job: Job, layout: Layout) -> float:
+    """Bytes of RoPE's cosines and sines in fp32, which the layers of a chunk share for a microbatch."""
+    rope = job.model.position_embedding_type == "rope"
+    return 2 * 4 * layout.tokens(job) * job.model.rotary_channels if rope else 0
+
+
+def chunk_activations(
+    job: Job, layout: Layout, element: int, stage: int, chunk: int, program: Program
+) -> float:
+    """Bytes that the layers of a chunk keep on the device of a microbatch from forward to backward."""
+    kept = layers_keep(job, layout, element, stage, chunk, program)
+    return kept - leaving_bytes(job, layout, stage, chunk, kept) + rotary_bytes(job, layout)
+
+
+def layers_keep(job: Job, layout: Layout, element: int, stage: int, chunk: int, program: Program) -> float:
+    """Bytes that the layers of a chunk keep of a microbatch, on the device and in host memory."""
+    dense, experts = layout.layers(job)[stage][chunk]
+    of_layer = functools.partial(layer_activations, job, layout, element, program, recompute=layout.recompute)
+    return dense * of_layer() + (experts * of_layer(has_experts=True) if experts else 0.0)
+
+
+def leaving_activations(
+    job: Job, layout: Layout, element: int, stage: int, chunk: int, program: Program
+) -> float:
+    """Bytes of a microbatch that a chunk copies to host memory."""
+    kept = layers_keep(job, layout, element, stage, chunk, program)
+    return leaving_bytes(job, layout, stage, chunk, kept)
+
+
+def waiting_bytes(job: Job, layout: Layout, element: int, stage: int, chunk: int) -> float:
+    """Bytes that a chunk keeps of a microbatch from a split backward pass to its weight gradients.
+
+    These are the inputs of its linear layers, gathered along the sequence, and the gradients of their outputs. Grouped
+    products of experts do not wait.
+    """
+    model, t, tokens = job.model, layout.tensor, layout.tokens(job)
+    dense, experts = layout.layers(job)[stage][chunk]
+    *before, (inputs, h, _) = attention_linears(model, t)
+    attention = tokens * (inputs / t + h)
+    for inputs, outputs, split in before:
+        rows = tokens if split or not layout.sequence_parallel else tokens / t
+        attention += rows * (inputs + outputs / (t if split else 1))
+
+    def mlp(rows: float, ffn: float) -> float:
+        return rows * (2 * h + ffn * (3 if model.gated else 2))
+
+    total = (dense + experts) * attention + dense * mlp(tokens, model.ffn_hidden_size / t)
+    if experts:
+        total += (
+            experts
+            * mlp(tokens, (model.moe_shared_expert_intermediate_size or 0) / t)
+            * (model.moe_shared_expert_intermediate_size is not None)
+        )
+        if not model.moe_grouped_gemm:
+            rows = tokens / t * model.moe_router_topk * layout.expert_tensor
+            total += experts * mlp(rows, (model.moe_ffn_hidden_size or 0) / layout.expert_tensor)
+    return element * total
+
+
+def backward_of_a_layer(job: Job, layout: Layout, element: int) -> float:
+    """Bytes of the gradients with which backward of a dense layer begins.
+
+    The gradient of the output, gathered along the sequence, and of the activation function's output; then those of its
+    output and its input. The kept activations are all still there; a split backward pass keeps the input of the last
+    product, too.
+    """
+    model, tokens, t = job.model, layout.tokens(job), layout.tensor
+    whole, ffn = tokens * model.hidden_size, tokens * model.ffn_hidden_size / t
+    local = whole / t if layout.sequence_parallel else whole
+    gathered = whole if layout.sequence_parallel else 0.0
+    return element * (local + max(gathered + ffn, ffn * (1 + model.gated + layout.splits_backward)))
+
+
+def experts_working(job: Job, layout: Layout, element: int, program: Program) -> float:
+    """Bytes that a layer with experts needs beside what it keeps, in this program.
+
+    In backward these are gradients of the hidden layer: of its product with the router's weights, and that product's
+    two; or of the rows, in and out, and of one hidden layer. In forward, the outputs of the rows before and after they
+    go back, what came, and their sum's terms, with less under way between stages. What
+    --moe-layer-recompute recomputes is there when the rows' gradients are not.
+    """
+    model, tokens = job.model, layout.tokens(job)
+    hidden = tokens * model.hidden_size / (layout.tensor if layout.sequence_parallel else 1)
+    rows = tokens / layout.tensor * model.moe_router_topk * layout.expert_tensor
+    row, ffn = rows * model.hidden_size, rows * (model.moe_ffn_hidden_size or 0) / layout.expert_tensor
+    waits = layout.splits_backward and not model.moe_grouped_gemm
+    backward = hidden + max((2 + waits) * ffn, 2 * row + ffn)
+    forward = (4 if layout.expert * layout.expert_tensor > 1 else 2) * row - hidden
+    kept = 0.0
+    if model.moe_layer_recompute:
+        inputs = input_bytes(job, element, program)
+        kept = tokens / layout.tensor * routed_activations(model, layout, element, program, inputs)
+    return max(kept, element * backward, element * forward)
+
+
+def transfer_buffers(job: Job, layout: Layout, element: int) -> float:
+    """Bytes of what a stage has received and of what it still sends."""
+    if layout.pipeline == 1:
+        return 0.0
+    hidden = layout.tokens(job) * job.model.hidden_size * job.residual_element(element)
+    buffers = MAX_PENDING_SENDS + (1 if layout.chunks == 1 else 2)
+    return buffers * hidden / (layout.tensor if layout.sequence_parallel else 1)
+
+
+def loss_working(job: Job, layout: Layout, element: int, program: Program) -> float:
+    """Bytes that the output layer and the loss need.
+
+    These are the logits, the input, gathered along the sequence, and its gradient, whole and reduced; layers that are
+    not compiled have pieces in fp32, too.
+    """
+    tokens = layout.tokens(job)
+    logits = tokens * job.padded_vocab_size(layout.tensor) / layout.tensor
+    if not program.chunked_logits:
+        return (element + 4) * logits
+    chunk = min(logits, LOGITS_CHUNK_BYTES["cuda"] / element)
+    piece = 0.0 if program.compiled else 2 * 4 * min(logits, LOGITS_PIECE_BYTES["cuda"] / element)
+    hidden = (3 if layout.sequence_parallel else 2) * tokens * job.model.hidden_size
+    return element * (chunk + hidden) + piece
