@@ -50,7 +50,9 @@ def layer_activations(
     normed = 0 if program.module_recompute else 2 * kept
     inputs = 1 if model.use_parallel_residual else 2  # of the residual stream
     replicated = tokens * h * (inputs * residual + normed + masks) / ranks
-    sharded = tokens * (element * attention_elements(model, t, latents_only=program.latent_recompute) + ffn)
+    sharded = tokens * (
+        element * attention_elements(model, t, ranks, latents_only=program.latent_recompute) + ffn
+    )
     if has_experts:
         replicated += tokens * h * element * model.moe_shared_expert_gate / ranks
         routed = routed_activations(model, layout, element, program, kept)
@@ -111,13 +113,15 @@ def recomputed_experts(job: Job, layout: Layout, element: int, program: Program)
     return tokens * (kept + gradients)
 
 
-def attention_elements(model: ModelConfig, tensor: int, *, latents_only: bool = False) -> float:
-    """Elements that attention keeps of a token on one of `tensor` ranks, except scores.
+def attention_elements(
+    model: ModelConfig, tensor: int, ranks: int = 1, *, latents_only: bool = False
+) -> float:
+    """Elements that attention keeps of a token on one of `tensor` ranks, except scores; `ranks` divide the sequence.
 
     These are the fused QKV projection's output, kept whole while a view of it is alive, and the weighted sums.
     """
     if model.multi_latent_attention:
-        return latent_attention_elements(model, tensor, latents_only=latents_only)
+        return latent_attention_elements(model, tensor, ranks, latents_only=latents_only)
     heads = model.num_attention_heads * model.kv_channels / tensor
     groups = model.kv_heads_per_rank(tensor)
     kv = groups * model.kv_channels
@@ -132,7 +136,9 @@ def attention_elements(model: ModelConfig, tensor: int, *, latents_only: bool = 
     return kept
 
 
-def latent_attention_elements(model: ModelConfig, tensor: int, *, latents_only: bool = False) -> float:
+def latent_attention_elements(
+    model: ModelConfig, tensor: int, ranks: int, *, latents_only: bool = False
+) -> float:
     """`attention_elements` with latent attention. With `latents_only` backward recomputes what the latents give.
 
     These are the latents before and after their norms, the shared key, queries and keys, the output of the projection
@@ -141,7 +147,7 @@ def latent_attention_elements(model: ModelConfig, tensor: int, *, latents_only: 
     heads = model.num_attention_heads / tensor
     latents = (2 if model.qk_layernorm else 1) * ((model.q_lora_rank or 0) + model.kv_lora_rank)
     projected = 0 if latents_only else 2 * model.kv_channels + model.qk_head_dim + model.v_head_dim
-    return latents + model.qk_pos_emb_head_dim + heads * (projected + model.v_head_dim)
+    return latents / ranks + model.qk_pos_emb_head_dim + heads * (projected + model.v_head_dim)
 
 
 def rotary_bytes(job: Job, layout: Layout) -> float:
