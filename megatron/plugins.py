@@ -38,7 +38,7 @@ from megatron.performance.activation_offload import offload_activations
 from megatron.performance.async_save import AsyncSaving
 from megatron.performance.compiled_layer import layer_ops
 from megatron.performance.config import PerformanceConfig
-from megatron.performance.cuda_graph import CudaGraph, check_cuda_graph
+from megatron.performance.cuda_graph import CudaGraph, check_cuda_graph, check_graphed_passes
 from megatron.performance.fp8 import use_fp8
 from megatron.performance.load import LoadWarning
 from megatron.performance.manual_gc import ManualGC
@@ -106,7 +106,7 @@ LR_DECAYS.update(lr_decay.LR_DECAYS)
 LAYER_SPLITS.update(
     {"counted": counted_split, "layout": layout_split, "uneven": uneven_split, "virtual": virtual_split}
 )
-BATCH_CHECKS[:] = [check_full_groups, check_schedule, check_depths]
+BATCH_CHECKS[:] = [check_full_groups, check_schedule, check_depths, check_graphed_passes]
 OPS_HOOKS[:] = [context_parallel_ops]
 MODEL_HOOKS[:] = [check_model_memory, use_fp8, offload_activations]
 ENGINE_HOOKS[:] = [post_validate]

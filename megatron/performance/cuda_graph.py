@@ -21,6 +21,7 @@ from megatron.ops.backend import Ops
 from megatron.parallel.mesh import choose_device
 from megatron.performance.compiled_layer import CounterKey
 from megatron.performance.config import PerformanceConfig
+from megatron.training.batch_size import BatchSchedule
 from megatron.training.config import RunConfig
 from megatron.training.engine import Engine, GlobalBatch
 from megatron.training.loop import Hook, Trainer
@@ -41,9 +42,6 @@ class CudaGraph(Hook):
     def during_run(self, trainer: Trainer) -> AbstractContextManager[object]:
         if trainer.config.plugin(PerformanceConfig).cuda_graph:
             check_dropout(trainer.config, trainer.engine.ops)
-            check_microbatches(
-                trainer.config, trainer.batch_schedule.num_microbatches(trainer.state.consumed_samples)
-            )
             use_cuda_graph(trainer.engine)
         return nullcontext()
 
@@ -177,14 +175,15 @@ def check_dropout(config: RunConfig, ops: Ops) -> None:
         )
 
 
-def check_microbatches(config: RunConfig, microbatches: int) -> None:
-    """Check that the graph runs any of a step's microbatches.
+def check_graphed_passes(config: RunConfig, batches: BatchSchedule) -> None:
+    """Check that the graph of a run with --cuda-graph runs any of the microbatches of a run's largest step.
 
     Raises:
         InputError: all of them communicate.
     """
+    microbatches = batches.max_microbatches
     begin, end = passes_in_graph(config, microbatches)
-    if begin >= end:
+    if config.plugin(PerformanceConfig).cuda_graph and begin >= end:
         raise InputError(
             "--cuda-graph captures no communication; --overlap-param-gather and --overlap-grad-reduce have it in the "
             f"first and the last microbatch of a step, and a step has {microbatches}; leave out one of the flags"

@@ -120,7 +120,7 @@ DATA_SHEETS = tuple(
 
 # Links to the host, bytes/s in each direction, by the beginnings of the planner's names. NVLink-C2C: 900 GB/s in both
 # directions for each Grace, which GB200 and GB300 have for two GPUs. PCIe of 16 lanes: 32 GB/s with generation 4, which
-# GPUs that are not named have, twice that with 5 and half with 3.
+# GPUs that are not named have, twice that with 5 (MLPerf's systems of H100, H200 and B200) and half with 3.
 PCIE3, PCIE4, PCIE5 = 16e9, 32e9, 64e9
 HOST_LINKS = {
     450e9: ("gh200",),
@@ -128,20 +128,32 @@ HOST_LINKS = {
     PCIE5: ("h100", "h200", "h800", "h20", "b200", "b300", "mi300x", "rtx-pro", "rtx-5090"),
     PCIE3: ("v100", "t4"),
 }
-# Memory and its bandwidth of the hosts of standard nodes, bytes and bytes/s for each GPU: the data sheets of DGX and
-# NVL72, and for the bandwidth of x86 hosts the channels of both CPUs, of which DGX H100, H200, B200, B300 and A100 have
-# 16, DGX-2H has 12 and DGX-1 has 8. DDR4-2133 has 17.1 GB/s a channel, DDR4-2666 21.3, DDR4-3200 25.6, DDR5-4800 38.4,
-# DDR5-5600 44.8, DDR5-6400 51.2.
+# Memory and its bandwidth of the hosts of standard nodes, bytes and bytes/s for each GPU.
+#
+# Memory: the system descriptions of NVIDIA's MLPerf inference results have 2 TB in DGX A100 with 80GB (v1.1), in DGX
+# H100 (v3.1) and H200 (v4.1), and those of an 8-GPU node of B200 as much (v6.0). DGX A100 with 40GB was announced with
+# 1 TB, DGX-1 has 512 GB of DDR4-2133 (a post in NVIDIA's developer forum). DGX-2H, B300, NVL72 and GH200: data sheets.
+#
+# Bandwidth: that of the data sheet for NVL72 and GH200. For x86 hosts it is that of the channels of both CPUs, 8 bytes
+# a transfer: 16 channels, but 12 in DGX-2H and 8 in DGX-1. DGX H100, H200 and B200 have 32 modules, two a channel,
+# with which Xeons of the 4th generation reach 4,400 MT/s; those of the 5th in B200 are taken to do the same. DGX B300
+# is taken to have one a channel.
+DDR4_2133, DDR4_2666, DDR4_3200, DDR5_4400, DDR5_6400 = (
+    17.1e9,
+    21.3e9,
+    25.6e9,
+    35.2e9,
+    51.2e9,
+)  # bytes/s a channel
 HOST_MEMORY = {
     ("gb200", "gb300"): (17e12 / 72, 14e12 / 72),
     ("gh200",): (480e9, 512e9),
-    ("b300-",): (2e12 / 8, 16 * 51.2e9 / 8),
-    ("b200-",): (2e12 / 8, 16 * 44.8e9 / 8),
-    ("h100-80gb", "h200-141gb"): (2e12 / 8, 16 * 38.4e9 / 8),
-    ("a100-80gb",): (2e12 / 8, 16 * 25.6e9 / 8),
-    ("a100-40gb",): (1e12 / 8, 16 * 25.6e9 / 8),
-    ("v100-32gb-dgx2h",): (1.5e12 / 16, 12 * 21.3e9 / 16),
-    ("v100-16gb", "v100-32gb"): (512e9 / 8, 8 * 17.1e9 / 8),
+    ("b300-",): (2e12 / 8, 16 * DDR5_6400 / 8),
+    ("b200-", "h100-80gb", "h200-141gb"): (2e12 / 8, 16 * DDR5_4400 / 8),
+    ("a100-80gb",): (2e12 / 8, 16 * DDR4_3200 / 8),
+    ("a100-40gb",): (1e12 / 8, 16 * DDR4_3200 / 8),
+    ("v100-32gb-dgx2h",): (1.5e12 / 16, 12 * DDR4_2666 / 16),
+    ("v100-16gb", "v100-32gb"): (512e9 / 8, 8 * DDR4_2133 / 8),
 }
 
 

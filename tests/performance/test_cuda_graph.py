@@ -26,13 +26,13 @@ from megatron.performance.cuda_graph import (
     GraphedPass,
     check_cuda_graph,
     check_dropout,
-    check_microbatches,
     use_cuda_graph,
 )
 from megatron.pretrain_bert import bert
 from megatron.pretrain_gpt import GPT
 from megatron.training import build
 from megatron.training.engine import Engine
+from megatron.training.layout import check_layout
 
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
 LLAMA = """
@@ -188,10 +188,13 @@ def test_conflicting_flags(flags: str, message: str) -> None:
 
 
 def test_a_step_of_communicating_passes_alone() -> None:
-    config = config_of("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather")
-    check_microbatches(config, 3)
+    """Refused with the layout, before a process group is made."""
+    overlap = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+    flags = f"--cuda-graph {NO_DROPOUT} {overlap} --micro-batch-size 1"
+    check_layout(config_of(f"{flags} --global-batch-size 3"), 1)
+    check_layout(config_of(f"{NO_DROPOUT} {overlap} --micro-batch-size 1 --global-batch-size 2"), 1)
     with pytest.raises(InputError, match="a step has 2; leave out one of the flags"):
-        check_microbatches(config, 2)
+        check_layout(config_of(f"{flags} --global-batch-size 2"), 1)
 
 
 def test_requirements(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,7 +142,7 @@ def test_hosts_of_standard_nodes() -> None:
     """DGX H100: 2 TB, PCIe 5, and 16 channels of DDR5-4800, which limit copies in both directions."""
     dgx = standard(8, "h100-80gb").host
     assert (dgx.bandwidth, dgx.memory) == (64e9, 250e9)
-    assert (dgx.copy, dgx.exchange) == (pytest.approx(0.8 * 64e9), pytest.approx(0.8 * 38.4e9))
+    assert (dgx.copy, dgx.exchange) == (pytest.approx(0.8 * 64e9), pytest.approx(0.8 * 35.2e9))
     assert standard(8, "gb200-186gb").host.copy > dgx.copy > standard(8).host.copy
     assert standard(1, "gh200-96gb").host.exchange == pytest.approx(0.8 * 256e9)
     assert standard(4, "l40s").host == Host(32e9)
