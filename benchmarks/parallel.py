@@ -85,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run_metadata(script: str, argv: Sequence[str]) -> dict[str, object]:
     """Describe the run for the results: command, commit and machine."""
-    dirty = "-dirty" if git("status", "--porcelain") else ""
+    # Not the results themselves: a table that was interrupted continues at the same commit.
+    dirty = "-dirty" if git("status", "--porcelain", "--", ".", ":!benchmarks/results") else ""
     gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
     return {
         "command": " ".join([f"python benchmarks/{script}", *argv]),

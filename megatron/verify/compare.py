@@ -80,6 +80,12 @@ class Reference:
         self.spread_records = [spread.by_id() for spread in spreads]
         self.wholes: dict[tuple, Tensor | None] = {}
         self.errors: dict[tuple, list[Tensor]] = {}
+        # Ids of the gradients of modules' outputs, by step and module.
+        self.output_gradients: dict[tuple, list[tuple]] = {}
+        for id in self.records:
+            if id[1] == "activation gradient":
+                self.output_gradients.setdefault((id[0], id[2]), []).append(id)
+        self.term_norms: dict[tuple, Tensor | None] = {}
         self.parameters = {r.name for r in capture.records if r.kind == "parameter"}
         self.start = _start(capture.records)
         self.pools = self._pools()
@@ -107,13 +113,52 @@ class Reference:
         for id in self.records:
             if self.spreads and id[0] and id[1] not in ("mask", "local gradient") and self._is_small(id):
                 whole = self.whole(id)
-                if whole is not None and (norm := float(whole.norm())):
-                    pools.setdefault(_pool(id), []).extend(float(e.norm()) / norm for e in self.spread(id))
+                if whole is not None and (scale := self.scale(id, whole)):
+                    pools.setdefault(_pool(id), []).extend(float(e.norm()) / scale for e in self.spread(id))
         return pools
 
     def _is_small(self, id: tuple) -> bool:
         whole = self.whole(id)
         return whole is not None and whole.numel() < FEW_ELEMENTS
+
+    def scale(self, id: tuple, values: Tensor, index: Tensor | None = None) -> float:
+        """Size that rounding errors of a tensor's `values`, at `index`, are relative to: their norm or their terms'.
+
+        The gradient of a bias is the sum of its output's over tokens and samples. The terms may cancel, as those of two
+        classes do: the sum is then small, and its rounding error is not. An optimizer's state, such as the square of
+        the gradients, has the relative error of the gradients or twice that.
+        """
+        step, kind, name, *rest = id
+        norm = float(values.norm())
+        if kind == "gradient" and (terms := self._terms(id)) is not None:
+            return max(norm, float((terms if index is None else terms[index]).norm()))
+        if kind == "state":
+            steps = range(self.start + 1, step + 1)
+            ids = [(earlier, "gradient", name.partition("/")[2], *rest) for earlier in steps]
+            return norm * max((2 * x for x in map(self._cancellation, ids) if x > 1), default=1.0)
+        return norm
+
+    def _cancellation(self, id: tuple) -> float:
+        """The norm of a gradient's terms over its own."""
+        terms = self._terms(id) if id in self.records else None
+        whole = self.wholes.get(id)
+        return (
+            float(terms.norm() / whole.norm())
+            if terms is not None and whole is not None and whole.any()
+            else 1.0
+        )
+
+    def _terms(self, id: tuple) -> Tensor | None:
+        """Norm of the terms of each element of a bias's gradient, fp64; None if the terms are not known."""
+        if id not in self.term_norms:
+            step, _, name, *_ = id
+            module, whole = name.removesuffix(".bias"), self.whole(id)
+            ids = self.output_gradients.get((step, module), []) if module != name else []
+            rows = [self.whole(found) for found in ids]
+            squares = [x.flatten(0, -2).square().sum(0) for x in rows if x is not None and x.ndim > 1]
+            fits = whole is not None and squares and all(x.shape == whole.shape for x in squares)
+            self.term_norms[id] = torch.stack(squares).sum(0).sqrt() if fits else None
+        return self.term_norms[id]
 
     @functools.cached_property
     def steps_by_signs(self) -> bool:
@@ -130,16 +175,18 @@ class Reference:
         """True for masks, and for the state before the first step."""
         return id[1] == "mask" or id[0] == self.start
 
-    def bound(self, id: tuple, index: Tensor, norm: float, size: int) -> float:
+    def bound(self, id: tuple, index: Tensor) -> float:
+        """Largest norm of a difference that rounding explains, of the elements at `index` of the flat whole tensor."""
         whole = self.whole(id)
         assert whole is not None
+        size, values = index.numel(), whole.view(-1)[index]
         share = math.sqrt(size / max(whole.numel(), 1))
         errors = self.spread(id)
         # A part may by chance have less of the error than its share.
         spreads = [max(float(e.view(-1)[index].norm()), share * float(e.norm())) for e in errors]
         pooled = self.pools.get(_pool(id), []) if whole.numel() < FEW_ELEMENTS else []
         return bound_of(
-            norm,
+            self.scale(id, values, index),
             max(size, len(pooled) // max(len(errors), 1)),
             spreads,
             pooled,
@@ -151,7 +198,7 @@ class Reference:
         whole = self.whole(id)
         assert whole is not None
         size = whole.numel()
-        return self.bound(id, torch.arange(size), float(whole.norm()), size) / math.sqrt(max(size, 1))
+        return self.bound(id, torch.arange(size)) / math.sqrt(max(size, 1))
 
 
 class Comparer:
@@ -286,7 +333,7 @@ class Comparer:
         )
         if error is not None:
             difference = (difference.abs() - error[index[mask]]).clamp(min=0)
-        limit = 0.0 if exact else self.reference.bound(id, index[mask], norm, reference.numel())
+        limit = 0.0 if exact else self.reference.bound(id, index[mask])
         return Comparison(
             record=record, order=mine.order, difference=float(difference.norm()), norm=norm, bound=limit
         )

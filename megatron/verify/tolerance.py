@@ -69,19 +69,19 @@ def spread_factor(size: int, samples: int) -> float:
 
 
 def bound(
-    norm: float, size: int, spreads: Sequence[float], pooled: Sequence[float], relative: float
+    scale: float, size: int, spreads: Sequence[float], pooled: Sequence[float], relative: float
 ) -> float:
     """Largest L2 norm of a difference that rounding explains.
 
     Args:
-        norm: of the reference.
+        scale: norm of the reference, or of the terms of a sum that cancel (`compare.Reference.scale`).
         size: its number of elements.
         spreads: norms of the differences of runs of one process that only round differently.
         pooled: relative spreads of values like this one, for values of few elements.
         relative: error of one rounding and one sum (`Rounding.relative`).
     """
-    floor = relative * norm
-    samples = [*spreads, *(value * norm for value in pooled)]
+    floor = relative * scale
+    samples = [*spreads, *(value * scale for value in pooled)]
     if not samples:
         return floor
     spread = math.sqrt(sum(value * value for value in samples) / len(samples))

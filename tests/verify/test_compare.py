@@ -62,6 +62,28 @@ def test_split_rows_and_a_fault_in_one(tmp_path: Path) -> None:
     assert found[1].difference == pytest.approx(1e-4 * float(local(1).norm()), rel=1e-2)
 
 
+def test_terms_of_a_bias_that_cancel(tmp_path: Path) -> None:
+    """The gradient 0.001 of a bias is a sum of terms of 0.0625, each of whose fp32 neighbors is 2^-28 away."""
+    terms = torch.tensor([[0.0625, -0.0625], [-0.0615, 0.0615]])
+    rows = Record(kind="activation gradient", name="head", step=1, sample=0)
+    grad = Record(kind="gradient", name="head.bias", step=1)
+    moment = Record(kind="state", name="exp_avg/head.bias", step=1)
+
+    def written(name: str, error: float) -> Capture:
+        sums = terms.double().sum(0) + error
+        records = [(0, rows, terms), (0, grad, sums), (0, moment, sums / 10)]
+        return capture(tmp_path / name, records)
+
+    comparer = Comparer(Reference(written("one", 0), [], ROUNDING))
+    for error, passed in (2**-27, True), (1e-6, False):
+        found = list(comparer.compare(written(str(error), error), steps=range(2)))
+        assert [(c.record.kind, c.passed) for c in found] == [
+            ("activation gradient", True),
+            ("gradient", passed),
+            ("state", passed),
+        ]
+
+
 def test_split_columns(tmp_path: Path) -> None:
     places = [Place(shape=(6, 4), dim=1, ranges=((2 * r, 2 * r + 2),), local_shape=(6, 2)) for r in (0, 1)]
     parts = [WHOLE[:, :2], WHOLE[:, 2:]]
