@@ -1,10 +1,11 @@
 """Measure the CPU of this machine in a minute or two and write a file for `megatron plan --cluster`.
 
 One single-threaded process per core, at least two, measure at the same time, because cores share memory bandwidth. The
-efficiencies of matrix products and attention and the launch overhead are fitted to the times of three small models.
-gloo's collectives are measured one by one: its all-gathers and reduce-scatters take as long as its all-reduces. So are
-the kernels of ring attention, which are others than those of one process. A collective counts by its mean: of its
-messages some wait for the next tick of the system's scheduler, and a step has hundreds.
+efficiencies of matrix products, those of experts apart, of attention and of accumulating gradients and the launch
+overhead are fitted to the times of five small models. gloo's collectives are measured one by one: its all-gathers and
+reduce-scatters take as long as its all-reduces. So are the kernels of ring attention, which are others than those of
+one process. A collective counts by its mean: of its messages some wait for the next tick of the system's scheduler, and
+a step has hundreds.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,17 +61,25 @@ MESSAGES = (1 << 16, 1 << 23)  # bytes of the communication
 SIDE, COPIED = 1024, 1 << 24  # rows and columns of the square product; elements of the copy
 TOKENS, HIDDEN = 128, 1024  # shape for element-wise operations
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "shift")
+MIXTURE: dict[str, Any] = {
+    "add_bias_linear": False,
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 2048,
+    "moe_grouped_gemm": True,
+}
 # Each model's time depends more on its constant than the other models' times do.
 JOBS = {
     "matmul": make_job(2, 768, 12, 256),
     "accumulate": make_job(2, 768, 12, 64),
     "attention": make_job(2, 128, 2, 512),
     "launch": make_job(2, 64, 1, 16),
+    "expert": make_job(1, 768, 12, 256, **MIXTURE),
 }
 # A larger model, to compare the result with.
 CHECKED = make_job(4, 512, 8, 256)
 FIT_STEPS = 250  # enough for the constants to converge
-MAX_RATIO = 20.0  # of the speeds of accumulating gradients and of the optimizer
+MAX_RATIO = 20.0  # of speeds: accumulating gradients and the optimizer, experts' and other products
 
 
 def calibrate(path: Path) -> None:
@@ -168,7 +178,7 @@ def _fit(cluster: Cluster, seconds: dict[str, float]) -> Cluster:
             slower = seconds[name] / Simulator(job, Layout(), cluster, OURS).busiest[1]
             old = getattr(cluster.efficiency, name)
             new = old * slower if name == "launch" else old / slower
-            if name == "accumulate":
+            if name in ("accumulate", "expert"):
                 new = min(max(new, 1 / MAX_RATIO), MAX_RATIO)
             efficiency = dataclasses.replace(cluster.efficiency, **{name: new})
             cluster = dataclasses.replace(cluster, efficiency=efficiency)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,11 +22,10 @@ from megatron.planner.layout import Job
 VOCAB_SIZE = 1024
 
 
-def make_job(layers: int, hidden: int, heads: int, length: int) -> Job:
-    """A GPT and one sample for it."""
-    model = ModelConfig(
-        num_layers=layers, hidden_size=hidden, num_attention_heads=heads, max_position_embeddings=length
-    )
+def make_job(layers: int, hidden: int, heads: int, length: int, **more: Any) -> Job:
+    """A GPT, with `more` fields of its config, and one sample for it."""
+    sizes: dict[str, Any] = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
+    model = ModelConfig(**sizes, max_position_embeddings=length, **more)
     return Job(model, length, VOCAB_SIZE, global_batch_size=1)
 
 

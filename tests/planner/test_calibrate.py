@@ -79,7 +79,7 @@ def test_the_fit_recovers_the_constants_of_a_machine(
         "shift": 0.9,
         "beside": 1.0,
     }
-    efficiency = dataclasses.replace(efficiency, accumulate=0.5, context=0.4, **of_gloo)
+    efficiency = dataclasses.replace(efficiency, accumulate=0.5, context=0.4, expert=0.7, **of_gloo)
     link = Link(2e9, 3e-5)
     device = Device("cpu", precision, peak=1e11, sms=1, memory=8e9, bandwidth=2e10)
     machine = Cluster(device, processes, processes, link, link, efficiency)
