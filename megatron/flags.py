@@ -8,6 +8,7 @@ the dataclass is built, so code that builds one directly gets the same messages.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from megatron.errors import InputError
 
 # The largest integer that a flag accepts: a product of two does not overflow a float.
 LARGEST = 2**53
+type_hints = functools.cache(typing.get_type_hints)  # a command line needs those of each class twice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +70,7 @@ def value_type(annotation: Any) -> type:
 
 def field_types(cls: type) -> dict[str, type]:
     """The scalar type of each flag of a config class, by field name."""
-    hints = typing.get_type_hints(cls)
+    hints = type_hints(cls)
     return {f.name: value_type(hints[f.name]) for f in dataclasses.fields(cls) if "flag" in f.metadata}
 
 
@@ -84,9 +86,7 @@ class Config:
 
     def __post_init__(self) -> None:
         scalar_types = field_types(type(self))
-        for field in dataclasses.fields(self):
-            if "flag" not in field.metadata:
-                continue
+        for field in (x for x in dataclasses.fields(self) if x.name in scalar_types):
             value = getattr(self, field.name)
             if value is None:
                 if field.metadata["flag"].required:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -27,6 +29,16 @@ def count_collectives(counts: dict) -> dict[str, int]:
     return found
 
 
+def all_collectives() -> list[tuple[dict[str, int], dict[str, int]]]:
+    """`collectives` of one layer and of three, without and with sequence parallelism."""
+    return [collectives(layers, sequence) for sequence in (False, True) for layers in (1, 3)]
+
+
+@pytest.fixture(scope="module")
+def counted() -> list[tuple[dict[str, int], dict[str, int]]]:
+    return run_distributed(all_collectives, 2)[0]
+
+
 def collectives(layers: int, sequence: bool) -> tuple[dict[str, int], dict[str, int]]:
     """Collectives of a forward and of a backward pass."""
     parallel = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=sequence)
@@ -45,14 +57,14 @@ def collectives(layers: int, sequence: bool) -> tuple[dict[str, int], dict[str, 
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_collectives_of_a_layer(sequence: bool) -> None:
+def test_collectives_of_a_layer(counted: list, sequence: bool) -> None:
     """Two all-reduces in forward and two in backward (1909.08053 figure 4).
 
     With sequence parallelism each becomes an all-gather and a reduce-scatter, and backward gathers the inputs of the
     two column-parallel layers again (2205.05198 section 4.2).
     """
     per_layer = []
-    one, three = (run_distributed(collectives, 2, layers, sequence)[0] for layers in (1, 3))
+    one, three = counted[2:] if sequence else counted[:2]
     for few, many in zip(one, three, strict=True):
         per_layer.append(
             {name: (many[name] - few.get(name, 0)) // 2 for name in many if many[name] != few[name]}
@@ -74,11 +86,11 @@ def test_collectives_of_a_layer(sequence: bool) -> None:
 VOCABULARIES = (40, 33, 12)
 
 
-def losses_and_gradients(known: bool) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Losses of each vocabulary, and gradients of the logits. `known`: forward is told the gradients of the losses."""
+def losses_and_gradients() -> list[tuple[np.ndarray, np.ndarray]]:
+    """Losses and gradients of the logits, of each vocabulary without and with the losses' gradients told to forward."""
     found = []
     with init_mesh(ParallelConfig(tensor_model_parallel_size=4), CPU) as mesh:
-        for vocab_size in VOCABULARIES:
+        for vocab_size, known in itertools.product(VOCABULARIES, (False, True)):
             logits, labels, weights = example(vocab_size)
             # With this output layer its input is the logits. A chunk has two rows.
             eye = torch.eye(40).chunk(4)[mesh.tp.rank]
@@ -100,10 +112,10 @@ def example(vocab_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return logits, labels, torch.rand(7, 3, generator=generator)
 
 
-@pytest.mark.parametrize("known", [False, True])
-def test_cross_entropy_equals_torch(known: bool) -> None:
-    processes = run_distributed(losses_and_gradients, 4, known)
-    for vocab_size, results in zip(VOCABULARIES, zip(*processes, strict=True), strict=True):
+def test_cross_entropy_equals_torch() -> None:
+    processes = run_distributed(losses_and_gradients, 4)
+    cases = itertools.product(VOCABULARIES, (False, True))
+    for (vocab_size, _), results in zip(cases, zip(*processes, strict=True), strict=True):
         logits, labels, weights = example(vocab_size)
         logits.requires_grad_()
         expected = torch.nn.functional.cross_entropy(

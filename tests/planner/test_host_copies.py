@@ -139,7 +139,7 @@ def test_pieces_are_those_of_the_optimizer() -> None:
 
 
 def test_hosts_of_standard_nodes() -> None:
-    """DGX H100: 2 TB, PCIe 5, and 16 channels of DDR5-4800, which limit copies in both directions."""
+    """DGX H100: 2 TB, PCIe 5, and 16 channels of DDR5 at 4,400 MT/s, which limit copies in both directions."""
     dgx = standard(8, "h100-80gb").host
     assert (dgx.bandwidth, dgx.memory) == (64e9, 250e9)
     assert (dgx.copy, dgx.exchange) == (pytest.approx(0.8 * 64e9), pytest.approx(0.8 * 35.2e9))
