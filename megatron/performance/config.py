@@ -127,10 +127,6 @@ def _check_post_validation(run: RunConfig) -> None:
             "--untie-embeddings-and-output-weights without --mtp-num-layers, or --pipeline-schedule zb-v",
         ),
         (
-            model.num_experts is not None,
-            ": with --num-experts a forward pass adds to the reported loads, which is not undone; leave one out",
-        ),
-        (
             run.optimizer.cpu_offload_optimizer,
             " keeps a copy of the optimizer's state on the device, and --cpu-offload-optimizer none; leave one out",
         ),

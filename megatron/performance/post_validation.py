@@ -108,6 +108,7 @@ class PostValidation:
     def run_passes(self, batch: GlobalBatch, loss: MeanLoss) -> None:
         """Run forward and backward of a global batch, and validate the step before in between."""
         engine, actions = self.engine, self.actions(len(batch.microbatches))
+        sums = [x.clone() for x in engine.sums]
         while not run_schedule(
             engine.train_stage(batch, loss, overlap=True),
             actions,
@@ -116,6 +117,8 @@ class PostValidation:
             self.validate,
         ):
             loss.total.zero_()
+            for x, before in zip(engine.sums, sums, strict=True):
+                x.copy_(before)
             loss.loss_scale = engine.optimizer.loss_scale * engine.loss_weights
             microbatches = engine.with_loss_grads(batch.microbatches, batch.denominators)
             batch = dataclasses.replace(batch, microbatches=microbatches)

@@ -76,10 +76,10 @@ def can_shard_parameters(layout: Layout) -> bool:
 def can_post_validate(job: Job, layout: Layout) -> bool:
     """Return True if stages may update their weights before the norm of all gradients is known.
 
-    Without experts, and where no stage waits for the gradient of another one's table.
+    That is where no stage waits for the gradient of another one's table.
     """
     tied = not job.model.untie_embeddings_and_output_weights or job.model.mtp_num_layers > 0
-    return layout.splits_backward and job.model.num_experts is None and (layout.v_shaped or not tied)
+    return layout.splits_backward and (layout.v_shaped or not tied)
 
 
 def gains_by_validation(job: Job, layout: Layout) -> bool:

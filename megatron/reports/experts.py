@@ -42,6 +42,7 @@ class ExpertReport(Hook):
             self.columns |= {name: model.num_experts + i for i, name in enumerate(names)}
             shape = model.num_all_layers, model.num_experts + len(names)
             self.sums = torch.zeros(shape, dtype=torch.float64, device=trainer.mesh.device)
+            trainer.engine.sums.append(self.sums)
             self.dead: dict[int, list[int]] = {}
             modules = (module for chunk in trainer.engine.modules for module in chunk.modules())
             for module in modules:

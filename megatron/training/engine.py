@@ -69,6 +69,7 @@ class Engine:
         loss_weights: [terms] fp32, those of `task`.
         samples: number that this replica has trained on, by sequence length and positions that are projected to the
             vocabulary. A plug-in that measures throughput clears it.
+        sums: tensors that plug-ins add to in forward passes. Passes that are repeated start from their old values.
         run_passes: runs forward and backward of a global batch, by the pipeline schedule unless a plug-in replaces it.
         run_optimizer: `Optimizer.step`, unless a plug-in replaces it.
     """
@@ -94,6 +95,7 @@ class Engine:
         weights = task.loss_weights or [1.0] * len(task.loss_names)
         self.loss_weights = torch.tensor(weights, dtype=torch.float32, device=mesh.device)
         self.samples: collections.Counter[tuple[int, int]] = collections.Counter()
+        self.sums: list[Tensor] = []
         self.run_passes: Callable[[GlobalBatch, MeanLoss], None] = self._run_pipeline
         name = parallel.pipeline_schedule
         assert name is not None  # set by ParallelConfig

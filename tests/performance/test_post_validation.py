@@ -10,7 +10,8 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -43,6 +44,7 @@ from megatron.performance.post_validation import PostValidation
 from megatron.performance.validation_lists import with_validation
 from megatron.planner.dry_run import DryRun
 from megatron.pretrain_gpt import GPT
+from megatron.reports.experts import ExpertReport
 from megatron.training.engine import Engine
 
 FLAG = "--enable-optimizer-post-validation"
@@ -84,6 +86,9 @@ def trained(mesh: Mesh, flags: str, faults: dict[int, float], steps: int, plant:
     engine = engine_of(mesh, config_of(flags))
     validation = getattr(engine.run_passes, "__self__", None)
     result = Result([], [])
+    report = ExpertReport()
+    report.during_run(cast(Any, SimpleNamespace(config=engine.config, engine=engine, mesh=mesh)))
+    sums = list(engine.sums)
     if isinstance(validation, PostValidation):
         _count(validation, result)
         if plant is not None:
@@ -108,7 +113,7 @@ def trained(mesh: Mesh, flags: str, faults: dict[int, float], steps: int, plant:
         pending.append(stats)
     engine.optimizer.finish()
     engine.buffer.gather.finish()
-    result.state = state_of(engine)
+    result.state = [*state_of(engine), *sums]
     result.stats = [{name: x.item() for name, x in stats.items()} for stats in pending]
     return result
 
@@ -174,12 +179,16 @@ def cases(steps: int) -> list[Case]:
 P2, P4 = (f"--pipeline-model-parallel-size {n} --pipeline-schedule" for n in (2, 4))
 SHARDED = "--use-distributed-optimizer"
 V = "--num-layers 8 --num-layers-per-virtual-pipeline-stage"
+# Loads are states of the router, terms of its loss, and reported.
+MIXTURE = """--num-experts 4 --disable-bias-linear --moe-router-score-function sigmoid --moe-router-enable-expert-bias
+    --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1"""
 
 
 @pytest.mark.parametrize(
     ("processes", "flags", "cases", "steps"),
     [
         (2, f"{P2} zb-h2 {UNTIED}", [cases(8)[2], cases(8)[4]], 8),
+        (2, f"{P2} zb-h2 {UNTIED} {MIXTURE}", [cases(8)[2]], 8),
         *(
             pytest.param(processes, flags, cases(20)[2:], 20, marks=pytest.mark.slow)
             for processes, flags in (
@@ -197,6 +206,11 @@ V = "--num-layers 8 --num-layers-per-virtual-pipeline-stage"
                 (4, f"{P2} zb-h2 {UNTIED} {SHARDED} --overlap-param-gather --optimizer muon"),
                 (4, f"{P2} zb-v {V} 2 {SHARDED} --grad-reduce-in-bf16 --bf16"),
                 (4, f"{P2} zb-h2 {UNTIED} --tensor-model-parallel-size 2 --sequence-parallel"),
+                (4, f"{P2} zb-v {V} 2 {MIXTURE} --expert-model-parallel-size 2"),
+                (
+                    4,
+                    f"{P2} zb-h2 {UNTIED} {MIXTURE} --moe-grouped-gemm --expert-model-parallel-size 2 {SHARDED}",
+                ),
             )
         ),
     ],
@@ -241,6 +255,7 @@ def outcome(folder: Path, flags: str) -> tuple[list[str], dict[str, bytes], list
         # The scale overflows by itself each time it has grown to about 2^20; other steps are clipped or not.
         ("--fp16 --loss-scale-window 2 --hysteresis 2 --clip-grad 0.5 --on-non-finite skip", 5),
         ("--fp16 --loss-scale 2e14", 0),  # stops at the first step
+        (f"{MIXTURE} --fp16 --loss-scale-window 2 --clip-grad 0.5 --on-non-finite skip", 5),
     ],
 )
 def test_checkpoints_and_metrics_of_a_run(tmp_path: Path, flags: str, checkpoints: int) -> None:
@@ -256,6 +271,10 @@ def test_checkpoints_and_metrics_of_a_run(tmp_path: Path, flags: str, checkpoint
 
 def without_restoring(validation: PostValidation) -> None:
     validation.backup.restore = lambda: None
+
+
+def with_sums_of_repeated_passes(validation: PostValidation) -> None:
+    validation.engine.sums.clear()
 
 
 def without_gradients(validation: PostValidation) -> None:
@@ -296,6 +315,7 @@ def with_old_forward_passes(validation: PostValidation) -> None:
 
 FAULTS = (
     without_restoring,
+    with_sums_of_repeated_passes,
     without_gradients,
     with_another_divisor,
     with_the_norm_of_the_step_before,
@@ -317,7 +337,7 @@ def with_faults(flags: str, faults: dict[int, float], steps: int) -> list[bool]:
 
 @pytest.mark.slow
 def test_faults_change_bits() -> None:
-    flags = f"{P2} zb-h2 {UNTIED} {FREE} --fp16 --initial-loss-scale 1000"
+    flags = f"{P2} zb-h2 {UNTIED} {MIXTURE} {FREE} --fp16 --initial-loss-scale 1000"
     found = run_distributed(with_faults, 2, flags, {2: LARGE, 5: INFINITE}, 8)
     assert found == [[False] + [True] * len(FAULTS)] * 2
 
@@ -433,7 +453,6 @@ def test_memory_of_the_copy() -> None:
         (f"--pipeline-model-parallel-size 2 {UNTIED}", "gains nothing with --pipeline-schedule 1f1b"),
         (f"{P2} zb-h2", "waits for the last one's gradient of the embedding table"),
         (f"{P2} zb-h2 {UNTIED} --mtp-num-layers 1", "without --mtp-num-layers"),
-        (f"{P2} zb-h2 {UNTIED} --num-experts 4 --disable-bias-linear", "--num-experts"),
         (f"{P2} zb-h2 {UNTIED} --cpu-offload-optimizer", "--cpu-offload-optimizer"),
         (f"{P2} zb-h2 {UNTIED} --cpu-offload-activations", "--cpu-offload-activations"),
         (f"{P2} zb-h2 {UNTIED} --log-num-zeros-in-grad", "--log-num-zeros-in-grad"),
