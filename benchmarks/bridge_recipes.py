@@ -14,10 +14,20 @@ from megatron.planner.programs import MEGATRON_CORE
 # Accesses of an operand of NVFP4 products in forward and in backward together are twice this: read for its largest
 # element, then read and written in two layouts of half a byte and a 16th for scales (2509.25149 section 4).
 NVFP4_CAST = 1.3
+# Share of tensor-parallel communication beside products with torchtitan's asynchronous tensor parallelism: as with
+# Transformer Engine's.
+ASYNC_TP = MEGATRON_CORE.tensor_overlap
+# Accesses of an operand of torchao's FP8 products with a scale for each row: so many that a step of 70B takes as long
+# as in bf16, as in torchtitan's table (benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md).
+ROWWISE_CAST = 4.5
 # Expert ranks of AutoModel's runs whose table leaves them out (examples/llm_benchmark/gpt_oss).
 AUTOMODEL_RANKS = {"GPT-OSS-20B": 8, "GPT-OSS-120B": 64}
 # Seconds that the host needs for a layer with experts whose router and attention are captured in graphs.
 CAPTURED_HOST = 0.002
+# In a pipeline on hosts with x86 processors, without graphs: by 235B on B200, whose all-to-alls do not overlap; where
+# they do, by 235B on H100 and 30B on H100, with 4 and 16 experts a rank, of which each has kernels of its own.
+X86_HOST = 0.0109
+X86_OVERLAP_HOST, X86_EXPERT_HOST = 0.012, 0.00025
 
 
 def release(row: dict[str, Any]) -> str:
@@ -58,17 +68,26 @@ def captures_iterations(row: dict[str, Any]) -> bool:
 
 def properties(row: dict[str, Any]) -> dict[str, Any]:
     """Fields of `Program` in which a run differs from its release's program."""
+    found: dict[str, Any] = {}
     gpu, name, since = row["gpu"], row["model_name"], release(row)
+    if row["program"] == "torchtitan":
+        if "async tp" in row["notes"].lower():
+            found["tensor_overlap"] = ASYNC_TP
+        if "rowwise" in row["precision"]:
+            found["fp8_cast"] = ROWWISE_CAST
+        return found
     if row["model"]["kind"] == "dense":
         return {"fp8_cast": NVFP4_CAST} if "FP4" in row["precision"] else {}
     if row["program"].startswith("NeMo AutoModel"):  # its table names DeepEP
         return {"expert_copies_once": True}
-    found: dict[str, Any] = {"expert_cast": NVFP4_CAST} if "FP4" in row["precision"] else {}
-    if name.startswith("Grok") or "tokendrop" in row.get("notes", ""):
+    found = {"expert_cast": NVFP4_CAST} if "FP4" in row["precision"] else {}
+    if name.startswith("Grok") or "tokendrop" in row["notes"]:
         # With a capacity the host does not wait for the numbers of rows.
         found |= {"host": (0.0, 0.0), "pipeline_host": None, "starved": 0.0}
     if name.startswith("Grok") and since.startswith("25.04"):
         found["tensor_overlap"] = 0.0  # ub_tp_comm_overlap: false
+    if since.startswith("25.09") and name.startswith("DeepSeek") and gpu == "h100":  # run_script.py at v0.1.0
+        found |= {"expert_overlap": MEGATRON_CORE.expert_overlap, "expert_copies_once": True}
     if since < "25.11":
         return found
     rack, bf16 = gpu.startswith("gb"), row["precision"] == "BF16"
@@ -82,12 +101,15 @@ def properties(row: dict[str, Any]) -> dict[str, Any]:
     found["expert_copies_once"] = sends_once(row)
     if overlaps_experts(row):
         found["expert_overlap"] = MEGATRON_CORE.expert_overlap
+    if not rack and "OSS" not in name and "pipeline_host" not in found:
+        found["pipeline_host"] = (0.0, x86_host(row))
     graphs = {
-        "30B": gpu != "h100" or bf16,
+        # Elsewhere router and preprocessing alone are captured.
+        "30B": rack or (gpu == "b200" and since >= "26.02.01"),
         "235B": rack,
         "DeepSeek": gpu == "gb200"
         or (gpu == "gb300" and bf16)
-        or (gpu == "b300" and since >= "26.04.01" and row["layout"]["pp"] == 8),
+        or (gpu in ("b200", "b300") and since >= "26.04.01" and row["layout"]["pp"] == 8),
         "Kimi": gpu == "gb200",
         "OSS": gpu.endswith("b300"),
     }
@@ -104,7 +126,9 @@ def sends_once(row: dict[str, Any]) -> bool:
     gpu, name, since = row["gpu"], row["model_name"], release(row)
     rack = gpu.startswith("gb")
     if "OSS" in name:
-        return since == "26.04" and row["layout"]["ep"] == (64 if gpu == "gb200" else 8) and gpu != "gb300"
+        return (
+            since == "26.04" and row["layout"].get("ep") == (64 if gpu == "gb200" else 8) and gpu != "gb300"
+        )
     if "235B" in name or "Kimi" in name:
         return rack or (gpu == "b300" and "235B" in name and since >= "26.04.01")
     return since >= "26.02" or rack or (gpu == "h100" and "DeepSeek" in name)
@@ -114,10 +138,24 @@ def overlaps_experts(row: dict[str, Any]) -> bool:
     """True if all-to-alls of experts run beside other work (moe_a2a_overlap)."""
     gpu, name, since = row["gpu"], row["model_name"], release(row)
     if "235B" in name:
-        return gpu == "h100" or (gpu, since) in (("b200", "25.11"), ("b300", "26.02"))
+        # The run of 26.02.01 on B300 has the layout of 26.02, whose recipe overlaps them.
+        return (
+            gpu == "h100"
+            or (gpu, since) == ("b200", "25.11")
+            or (gpu == "b300" and row["layout"].get("vp") == 4)
+        )
     if "OSS" in name:
         return gpu == "gb200" and "26.04" <= since < "26.06" and row["global_batch_size"] == 1280
+    if "DeepSeek" in name and gpu == "b200":
+        return since >= "26.04.01" and row["layout"].get("ep") == 32
     return gpu == "h100" and since in (("25.11", "26.02") if "30B" in name else ("25.11",))
+
+
+def x86_host(row: dict[str, Any]) -> float:
+    """Seconds that a host with x86 processors needs for a layer with experts in a pipeline."""
+    if not overlaps_experts(row):
+        return X86_HOST
+    return X86_OVERLAP_HOST + X86_EXPERT_HOST * row["model"]["experts"] / (expert_ranks(row) or 1)
 
 
 def expert_ranks(row: dict[str, Any]) -> int | None:

@@ -95,8 +95,12 @@ def compare(rows: Sequence[Row | str]) -> float:
         if isinstance(row, str):
             print(f"not expressed: {row}")
             continue
+        try:
+            layout, seconds, fits = predict(row)
+        except InputError as error:
+            print(f"not expressed: {row.name}: {error}")
+            continue
         expressed += 1
-        layout, seconds, fits = predict(row)
         verdicts.append(fits == (row.seconds is not None))
         verdict = "" if verdicts[-1] else (", predicted not to fit" if row.seconds else ", predicted to fit")
         if row.seconds is None:
@@ -125,11 +129,9 @@ def compare(rows: Sequence[Row | str]) -> float:
         "mixtures": [error for name, _, error in every if "mixtures" in name],
     }
     means = ", ".join(f"{name} {mean(errors)} ({len(errors)} rows)" for name, errors in parts.items())
-    print(
-        f"\n{expressed} of {len(rows)} rows expressed; mean absolute error: {means}; memory verdicts "
-        f"{statistics.mean(verdicts):.1%} right"
-    )
-    return statistics.mean(parts["all"])
+    right = f"; memory verdicts {statistics.mean(verdicts):.1%} right" if verdicts else ""
+    print(f"\n{expressed} of {len(rows)} rows expressed; mean absolute error: {means}{right}")
+    return statistics.mean(parts["all"]) if every else math.inf
 
 
 def mean(errors: Sequence[float]) -> str:

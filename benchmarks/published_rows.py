@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import json
@@ -47,6 +48,32 @@ BLOOM_BF16 = "0228"
 # Words for torchtitan's selective recomputation of every second matrix product.
 SELECTIVE = ("selective op", "per op SAC")
 
+# What a row of each format means that leaves a field out.
+RUN_DEFAULTS: dict[str, Any] = {
+    "id": "-",
+    "group": "-",
+    "note": "",
+    "program": "ours",
+    "precision": "bf16",
+    "layout": None,
+    "cluster": None,
+    "flops_recompute": "none",
+    "fsdp": False,
+    "oom": False,
+    "exact": False,
+}
+BRIDGE_DEFAULTS: dict[str, Any] = {
+    "id": "-",
+    "model_name": "-",
+    "program": "Megatron-Core",
+    "source": {},
+    "precision": "BF16",
+    "recompute": "",
+    "notes": "",
+}
+LAYOUT_DEFAULTS = {"tp": 1, "pp": 1, "cp": 1}
+SHAPE_DEFAULTS: dict[str, Any] = {"swiglu": True, "first_dense_layers": 0, "shared_expert_ffn": 0}
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -90,25 +117,58 @@ def read_rows(path: Path) -> Iterator[Row | str]:
             continue
         try:
             values = json.loads(line)
-            yield _run(values) if "gpus" in values else _bridge_run(values)
-        except NotExpressed as reason:
-            yield f"{values['id']}: {reason}"
+            rows = _expand(values) if "columns" in values else [{**values}]
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"--rows {path}: line {number} is not a row: {error!r}") from None
+        for row in rows:
+            try:
+                yield _run(row) if "gpus" in row else _bridge_run(row)
+            except NotExpressed as reason:
+                yield f"{row.get('id', number)}: {reason}"
+            except InputError as reason:
+                yield f"{row.get('id', number)}: {reason}"
+            except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+                yield f"{row.get('id', number)}: missing or unknown: {error}"
+
+
+def _expand(table: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of a table: {"common": fields of all rows, "columns": names, "rows": values}; "a.b" is field b of a."""
+    rows = []
+    for values in table["rows"]:
+        row = copy.deepcopy(table["common"])
+        for name, value in zip(table["columns"], values, strict=True):
+            *outer, last = name.split(".")
+            within = row
+            for part in outer:
+                within = within.setdefault(part, {})
+            within[last] = value
+        rows.append(row)
+    return rows
 
 
 class NotExpressed(Exception):
     """The planner has no words for something in a row."""
 
 
+def _given(fields: dict[str, Any] | None) -> dict[str, Any]:
+    """Fields that have a value."""
+    return {name: value for name, value in (fields or {}).items() if value is not None}
+
+
+def fp8_format(precision: str) -> str | None:
+    """The planner's FP8 format of a row's precision; None for bf16 and fp16. NVFP4 counts as a faster FP8."""
+    return "hybrid" if any(name in precision.upper() for name in ("FP8", "FLOAT8", "FP4")) else None
+
+
 def _run(row: dict[str, Any]) -> Row:
     """A row of published-runs.jsonl."""
-    model = ModelConfig(**({"max_position_embeddings": row["seq"]} | row["model"]))
+    row = RUN_DEFAULTS | _given(row)
+    model = ModelConfig(**({"max_position_embeddings": row["seq"]} | _given(row["model"])))
     if layers := re.match(r"(\d+) layers and two embeddings", row["note"]):  # of which each counts as a layer
         model = dataclasses.replace(model, num_layers=int(layers[1]))
-    job = Job(model, row["seq"], row["vocab"], row["gbs"])
+    job = Job(model, row["seq"], row["vocab"], row["gbs"], fp8_format(row["precision"]))
     sheet = data_sheet(row["gpu"], where="gpu")
-    given = row["cluster"] or {}
+    given = _given(row["cluster"])
     node, network = sheet.node or (8, 0)
     per_node = given.get("per_node", node)
     network = given.get("network_gbps_node", network * 8) / 8
@@ -121,22 +181,27 @@ def _run(row: dict[str, Any]) -> Row:
     cluster = dataclasses.replace(cluster, device=device)
     program = _program(row["program"], row["group"], row["id"], row["fsdp"])
     profile = find_profile(program, sheet.name)
-    values = dict(row["layout"] or {})
+    values = _given(row["layout"])
     if values:
         free = values.pop("free", False)
-        if row["fsdp"] and values["recompute"] == "none" and any(word in row["note"] for word in SELECTIVE):
+        if (
+            row["fsdp"]
+            and values.get("recompute", "none") == "none"
+            and any(word in row["note"] for word in SELECTIVE)
+        ):
             values["recompute"] = "selective"
         layout = Layout(**values, sharded_parameters=row["fsdp"])
         layouts = tuple(_choices(job, layout)) if free else (layout,)
     else:
         layouts = tuple(_shapes(job, cluster))
-    seconds = row["published_step_s"]
-    if row["published_tflops"] is not None:
-        recompute = row["flops_recompute"] or "none"
-        seconds = job.flops(recompute=recompute) / (row["published_tflops"] * 1e12 * row["gpus"])
+    seconds = row.get("published_step_s")
+    if "published_tflops" in row:
+        seconds = job.flops(recompute=row["flops_recompute"]) / (row["published_tflops"] * 1e12 * row["gpus"])
+    if seconds is None and not row["oom"]:
+        raise NotExpressed("no time of a step")
     return Row(
         name=str(row["id"]),
-        group=row["group"],
+        group=row["group"] + (" FP8" if job.fp8_format else ""),
         family=row["group"],
         job=job,
         layouts=layouts,
@@ -206,21 +271,24 @@ def _shapes(job: Job, cluster: Cluster) -> Iterator[Layout]:
 
 def _bridge_run(row: dict[str, Any]) -> Row:
     """A row of published-runs-bridge.jsonl."""
-    shape, split = row["model"], row["layout"]
-    if shape["kind"] not in ("dense", "moe"):
+    shape, split = _given(row["model"]), LAYOUT_DEFAULTS | _given(row.get("layout"))
+    if shape.get("kind", "dense") not in ("dense", "moe"):
         raise NotExpressed(f"a model of kind {shape['kind']}")
-    gpu, _, form = row["gpu"].partition("-")
+    shape = SHAPE_DEFAULTS | {"kind": "moe" if "experts" in shape else "dense"} | shape
+    shape = {"head_dim": shape["hidden"] // shape["heads"], "kv_heads": shape["heads"]} | shape
+    row = BRIDGE_DEFAULTS | _given(row) | {"model": shape, "layout": split}
+    gpu, _, form = row["gpu"].lower().removeprefix("dgx-").partition("-")
+    row["gpu"] = gpu
     if gpu not in GPUS:
         raise NotExpressed(f"GPU {row['gpu']}")
     name, per_node, network = GPUS[gpu]
     sheet = data_sheet(name, where="gpu")
     cluster = _cluster(sheet, row["num_gpus"], per_node, network)
     device = cluster.device
-    if form:  # "96gb-hbm2e-500w", torchtitan's H100
+    if "hbm2e" in form:  # "96gb-hbm2e-500w", torchtitan's H100
         device = dataclasses.replace(device, memory=96e9, bandwidth=2.4e12)
-    precision = row["precision"].upper()
-    fp8 = None if precision.startswith("BF16") else "hybrid"
-    if "FP4" in precision:
+    fp8 = fp8_format(row["precision"])
+    if "FP4" in row["precision"].upper():
         device = dataclasses.replace(device, fp8=FP4[gpu] * 1e15)
     cluster = dataclasses.replace(cluster, device=device)
     job = Job(
@@ -234,6 +302,11 @@ def _bridge_run(row: dict[str, Any]) -> Row:
     tensor, pipeline, context = split["tp"], split["pp"], split["cp"]
     data = row["num_gpus"] // (tensor * pipeline * context)
     sharded, program = split.get("fsdp_shard"), program_name(row)
+    size = row.get("micro_batch_size") or 1
+    if program == "torchtitan" and pipeline > 1:
+        # The row's is the batch of a replica, divided into as many microbatches as there are stages. Parameters are not
+        # sharded again after forward, and gradients are reduced after the last microbatch.
+        size, sharded = max(size // pipeline, 1), None
     layout = Layout(
         tensor=tensor,
         context=context,
@@ -243,15 +316,14 @@ def _bridge_run(row: dict[str, Any]) -> Row:
         expert_tensor=split.get("etp") or 1,
         chunks=split.get("vp") or 1,
         division=division(row["model_name"], shape["layers"], pipeline * (split.get("vp") or 1)),
-        # torchtitan's is the batch of a replica, which its pipelines divide into single samples.
-        micro_batch_size=1 if program == "torchtitan" and pipeline > 1 else row.get("micro_batch_size") or 1,
+        micro_batch_size=size,
         sequence_parallel=tensor > 1,
         distributed_optimizer=True,
         overlap_grad_reduce=True,
         sharded_parameters=bool(sharded),
         instances=data * context // sharded if sharded and (data * context) % sharded == 0 else 1,
     )
-    text = row.get("recompute", "")
+    text = row["recompute"]
     if row.get("micro_batch_size") is None:
         layouts = tuple(_choices(job, layout))
     elif text.startswith(("full", "policy")) and "block" not in text:
@@ -270,6 +342,12 @@ def _bridge_run(row: dict[str, Any]) -> Row:
     kind = "mixtures" if shape["kind"] == "moe" else "dense"
     changed = dataclasses.replace(profile.program, **properties(row))
     profile = dataclasses.replace(profile, program=changed)
+    seconds = row.get("step_time_s")
+    if seconds is None:
+        if "tokens_per_s_per_gpu" not in row:
+            raise NotExpressed("no time of a step")
+        tokens = row["global_batch_size"] * row["seq_length"]
+        seconds = tokens / (row["tokens_per_s_per_gpu"] * row["num_gpus"])
     return Row(
         name=str(row["id"]),
         group=f"{gpu.upper()} {profile.name} {kind} {'BF16' if fp8 is None else 'FP8'}",
@@ -278,8 +356,8 @@ def _bridge_run(row: dict[str, Any]) -> Row:
         layouts=layouts,
         cluster=with_constants(cluster, profile.constants),
         profile=profile,
-        seconds=row["step_time_s"],
-        exact=shape["kind"] == "dense" and len(layouts) == 1 and not sharded,
+        seconds=seconds,
+        exact=shape["kind"] == "dense" and len(layouts) == 1 and not split.get("fsdp_shard"),
         offload=bool(sharded) and gpu.startswith("gb"),
         # NVIDIA's recipes since then recompute some modules only: mla_up_proj, moe_act, layernorm, the dense mlp.
         recomputes_experts=release(row) < "25.11",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +24,11 @@ from megatron.planner.profiles import (
     with_constants,
 )
 from megatron.planner.simulate import Simulator
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from published_rows import fp8_format, read_rows  # noqa: E402
 
 ROWS = Path(__file__).resolve().parent.parent.parent.parent / "shared/reference"
 FILES = [ROWS / "published-runs.jsonl", ROWS / "published-runs-bridge.jsonl"]
@@ -96,13 +102,126 @@ MIXTURE = {
 @needs_rows
 @pytest.mark.slow
 def test_errors_over_published_runs_do_not_grow(command: Callable) -> None:
-    out = command("benchmarks/planner.py", "--rows", *map(str, FILES), "--limit", "6.6").stdout
+    out = command("benchmarks/planner.py", "--rows", *map(str, FILES), "--limit", "6.45").stdout
     means = {
         name: float(value) for name, value in re.findall(r"(dense|mixtures|not fitted) ([\d.]+)% \(", out)
     }
-    assert means["dense"] < 5.65 and means["mixtures"] < 9.05 and means["not fitted"] < 7.05
+    assert means["dense"] < 5.35 and means["mixtures"] < 9.35 and means["not fitted"] < 6.85
     verdicts = re.search(r"memory verdicts ([\d.]+)% right", out)
     assert verdicts and float(verdicts[1]) > 96.0
+
+
+@pytest.mark.slow
+def test_errors_over_other_rows_of_the_same_documents_do_not_grow(command: Callable) -> None:
+    path = "benchmarks/published/same_documents.jsonl"
+    out = command("benchmarks/planner.py", "--rows", path, "--limit", "6.45").stdout
+    assert "457 of 457 rows expressed" in out and "nan" not in out
+    means = dict(re.findall(r"(dense|mixtures) ([\d.]+)% \(", out))
+    assert float(means["dense"]) < 5.55 and float(means["mixtures"]) < 9.65
+    verdicts = re.search(r"memory verdicts ([\d.]+)% right", out)
+    assert verdicts and float(verdicts[1]) > 93.3
+
+
+def without(row: dict, path: tuple[str, ...]) -> dict:
+    """The row without a field, or without a field of a field."""
+    row = json.loads(json.dumps(row))
+    *outer, last = path
+    inner = row
+    for name in outer:
+        inner = inner[name]
+    del inner[last]
+    return row
+
+
+def changed_rows() -> list[dict]:
+    """Rows without one field, with a field of null, and with values that the planner does not know."""
+    paths = [(row, (name,)) for row in (ROW, MIXTURE) for name in row]
+    paths += [
+        (row, (part, name)) for row in (ROW, MIXTURE) for part in ("model", "layout") for name in row[part]
+    ]
+    rows = [without(row, path) for row, path in paths]
+    rows += [row | {name: None} for row in (ROW, MIXTURE) for name in row]
+    names = {
+        "gpu": "unknown-1",
+        "precision": "FP6",
+        "program": "other",
+        "recompute": "?",
+        "layout": {"tp": 3},
+    }
+    rows += [row | {name: value} for row in (ROW, MIXTURE) for name, value in names.items()]
+    return [*rows, MIXTURE | {"gpu": "DGX-GB300"}, MIXTURE | {"model": {"kind": "hybrid"}}, {}]
+
+
+def test_rows_without_a_field_are_read_or_named(tmp_path: Path) -> None:
+    """A missing field or an unknown value never ends the comparison of a file: the row is left out with a reason."""
+    path, rows = tmp_path / "rows.jsonl", changed_rows()
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    read = list(read_rows(path))
+    reasons = [row for row in read if isinstance(row, str)]
+    assert len(read) == len(rows) and len(reasons) < 0.45 * len(rows)
+    for reason in ("GPU unknown", "no time of a step", "a model of kind hybrid", "missing or unknown: 'seq'"):
+        assert any(reason in row for row in reasons)
+
+
+@pytest.mark.slow
+def test_rows_without_a_field_are_compared(command: Callable, tmp_path: Path) -> None:
+    path, rows = tmp_path / "rows.jsonl", changed_rows()
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = command("benchmarks/planner.py", "--rows", str(path)).stdout
+    found = re.search(r"(\d+) of (\d+) rows expressed", out)
+    assert found and int(found[2]) == len(rows) and "nan" not in out
+    assert out.count("not expressed: ") == len(rows) - int(found[1])
+
+
+def test_rows_of_a_table(tmp_path: Path) -> None:
+    table = {
+        "common": {name: value for name, value in ROW.items() if name not in ("id", "layout", "note")},
+        "columns": ["id", "layout.tensor", "layout.pipeline", "layout.data", "layout.recompute", "note"],
+        "rows": [["a", 8, 16, 8, "full", None], ["b", 8, 8, 16, "full", ""]],
+    }
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(table) + "\n")
+    rows = list(read_rows(path))
+    assert [row.name for row in rows] == ["a", "b"]
+    assert [row.layouts[0].pipeline for row in rows] == [16, 8]
+
+
+def test_precision_of_a_row() -> None:
+    assert {fp8_format(name) for name in ("BF16", "amp_bf16", "fp16", "bfloat16")} == {None}
+    names = ("FP8-CS (FP8-MX)", "float8 rowwise", "MXFP8", "NVFP4", "amp_fp8")
+    assert {fp8_format(name) for name in names} == {"hybrid"}
+
+
+def test_torchtitan_divides_a_batch_by_stages(tmp_path: Path) -> None:
+    """torchtitan at 9dec370: as many microbatches as stages, and parameters that stay whole after forward."""
+    model = {
+        "layers": 126,
+        "hidden": 16384,
+        "ffn_hidden": 53248,
+        "heads": 128,
+        "kv_heads": 8,
+        "vocab": 128256,
+    }
+    row = {
+        "program": "torchtitan",
+        "gpu": "h100-96gb-hbm2e-500w",
+        "num_gpus": 512,
+        "model": model,
+        "layout": {"tp": 8, "pp": 8, "fsdp_shard": 8},
+        "micro_batch_size": 32,
+        "global_batch_size": 256,
+        "seq_length": 8192,
+        "precision": "FP8 tensorwise",
+        "recompute": "full",
+        "tokens_per_s_per_gpu": 100.0,
+    }
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(row | {"notes": notes}) for notes in ("async TP", "vanilla TP")))
+    asynchronous, plain = read_rows(path)
+    layout = asynchronous.layouts[0]
+    assert layout.micro_batch_size == 4 and layout.microbatches(asynchronous.job) == 8
+    assert not layout.sharded_parameters and asynchronous.cluster.device.memory == 96e9
+    assert asynchronous.profile.program.tensor_overlap > plain.profile.program.tensor_overlap == 0
 
 
 def test_a_row_is_compared(command: Callable, tmp_path: Path) -> None:
@@ -112,7 +231,7 @@ def test_a_row_is_compared(command: Callable, tmp_path: Path) -> None:
     assert "175b: " in out and "error -0.4%" in out and "1 of 1 rows expressed" in out
     path.write_text(json.dumps(ROW | {"published_tflops": 200}) + "\n")
     command("benchmarks/planner.py", "--rows", str(path), "--limit", "1", status=1)
-    path.write_text('{"gpus": 8}\n')
+    path.write_text("[8]\n")
     assert "line 1 is not a row" in command("benchmarks/planner.py", "--rows", str(path), status=2).stderr
 
 
