@@ -30,6 +30,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from published_rows import fp8_format, read_rows  # noqa: E402
 
+sys.path.pop(0)  # the module `planner` there would hide the folder of these tests
+
 ROWS = Path(__file__).resolve().parent.parent.parent.parent / "shared/reference"
 FILES = [ROWS / "published-runs.jsonl", ROWS / "published-runs-bridge.jsonl"]
 needs_rows = pytest.mark.skipif(not ROWS.is_dir(), reason="needs ../shared/reference with the published runs")
