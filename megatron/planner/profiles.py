@@ -106,8 +106,8 @@ _DEEPEP_H100 = Constants(
     dataclasses.replace(_H100.efficiency, all_to_all=0.9 / START.network), fitted=(), errors=(0.05, 0.16)
 )
 _FLASH_2 = dataclasses.replace(START, attention=0.35)
-# PyTorch's ring attention, by the difference between 32,768 tokens and 131,072 over four times as many ranks (torchtitan,
-# benchmarks/llama3_h100_202412_torchtitan.md, table 6).
+# PyTorch's ring attention, by the difference between 32,768 tokens and 131,072 over four times as many ranks
+# (torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, table 6).
 _TORCH_RING = dataclasses.replace(_FLASH_2, context=0.6)
 # No training run on MI300X is among the published ones, so these are shares that public tests of single operations
 # reach, and the errors are a guess. Products of large matrices: 620 of 1,307 TFLOP/s in bf16 and 990 of 2,615 in FP8
