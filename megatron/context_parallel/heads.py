@@ -71,10 +71,21 @@ def to_heads(out_bnsw: Tensor, heads: Axis, zigzag: Zigzag) -> Tensor:
 
 
 class _Saved:
-    """The tensors that attention saves for backward. `_ToHeads` saves them instead, without the output."""
+    """The tensors that attention saves for backward. `_ToHeads` saves them instead, without the output.
+
+    Attributes:
+        tensors: in the order of saving.
+        others: indices of those that are not views of the output.
+        views: arguments of `as_strided` of those that are.
+        out, elements: those of the output, and the number of elements of its memory.
+    """
 
     def __init__(self) -> None:
-        self.tensors: dict[int, Tensor] = {}  # in the order of saving
+        self.tensors: dict[int, Tensor] = {}
+        self.others: list[int] = []
+        self.views: dict[int, tuple[Any, ...]] = {}
+        self.out: tuple[Any, ...] = ()
+        self.elements = 0
 
     def pack(self, x: Tensor) -> int:
         self.tensors[len(self.tensors)] = x
