@@ -102,12 +102,12 @@ class GradReducer:
             grads = grads.bfloat16()
             if self.memory.sharded[index]:
                 self.memory.free(index)
-        shards = [grads[begin - bucket.start : end - bucket.start] for begin, end in bucket.shards]
-        if len(shards) == 1:
+        if len(bucket.shards) == 1:
             pending = [start_all_reduce(grads, axis)]
         elif bucket.is_even:
-            pending = [start_reduce_scatter(grads, axis, out=shards[axis.rank])]
+            pending = [start_reduce_scatter(grads, axis, out=bucket.cut(grads, bucket.shard))]
         else:
+            shards = [bucket.cut(grads, shard) for shard in bucket.shards]
             pending = [start_reduce(x, rank, axis) for rank, x in enumerate(shards) if len(x)]
         self.reducing[index] = grads, pending
         if self.memory.sharded[index] and not self.overlap:

@@ -116,7 +116,7 @@ class Bucket:
     tied: bool
     flat_params: tuple[FlatParam, ...]
 
-    @property
+    @functools.cached_property
     def is_even(self) -> bool:
         """True if all shards have the same length."""
         return len({end - begin for begin, end in self.shards}) == 1
@@ -125,6 +125,10 @@ class Bucket:
     def shard(self) -> Range:
         """Local shard: the range that this rank updates."""
         return self.shards[self.group.shard_axis.rank]
+
+    def cut(self, whole: Tensor, shard: Range) -> Tensor:
+        """A shard of `whole`, all elements of the bucket."""
+        return whole[shard[0] - self.start : shard[1] - self.start]
 
     @functools.cached_property
     def counted(self) -> list[Range]:

@@ -27,10 +27,10 @@ class ParamGather:
         if axis.size == 1:
             return
         whole = self.memory.whole[index]
-        shards = [whole[begin - bucket.start : end - bucket.start] for begin, end in bucket.shards]
-        if bucket.is_even:
-            self.pending[index] = [start_all_gather(shards[axis.rank], axis, out=whole)]
+        if bucket.is_even:  # one call, whose time on the host does not grow with the ranks
+            self.pending[index] = [start_all_gather(bucket.cut(whole, bucket.shard), axis, out=whole)]
         else:
+            shards = [bucket.cut(whole, shard) for shard in bucket.shards]
             self.pending[index] = [start_broadcast(x, rank, axis) for rank, x in enumerate(shards) if len(x)]
 
     def start_whole(self, index: int) -> None:
@@ -39,8 +39,7 @@ class ParamGather:
             return
         bucket = self.buckets[index]
         self.memory.allocate(index)
-        begin, end = (i - bucket.start for i in bucket.shard)
-        self.memory.whole[index][begin:end] = self.memory.shards[index]
+        bucket.cut(self.memory.whole[index], bucket.shard).copy_(self.memory.shards[index])
         self.start(index)
 
     def free(self, index: int) -> None:

@@ -31,12 +31,13 @@ MIXTURE = "--num-experts 4 --moe-ffn-hidden-size 32 --disable-bias-linear --moe-
 
 
 def trained(flags: str, mesh: Mesh | None = None) -> Engine:
-    """An engine after two steps of two microbatches."""
-    config = config_of(f"{flags} --global-batch-size 4")
+    """An engine after two steps of two microbatches, or four with dualpipe-v, which needs as many."""
+    microbatches = 4 if "dualpipe-v" in flags else 2
+    config = config_of(f"{flags} --global-batch-size {2 * microbatches}")
     engine = build_engine(config, GPT, mesh or Mesh(device=CPU), vocab_size=60, padded_vocab_size=60)
     engine.buffer.initialize(1)
     for step in range(2):
-        train(engine, longest_batch(config, GPT, 60), 2, step)
+        train(engine, longest_batch(config, GPT, 60), microbatches, step)
     engine.buffer.gather.finish()
     return engine
 
@@ -146,6 +147,7 @@ PIPELINE, CHUNKS = "--pipeline-model-parallel-size 2", "--num-layers-per-virtual
         f"{PIPELINE} {CHUNKS}",
         f"{PIPELINE} {CHUNKS} --pipeline-schedule zb-v --bf16 {LLAMA}",
         f"{PIPELINE} {CHUNKS} --pipeline-schedule v-min",
+        f"{PIPELINE} {CHUNKS} --pipeline-schedule dualpipe-v",
     ],
 )
 def test_two_ranks(flags: str) -> None:
