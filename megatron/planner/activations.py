@@ -226,23 +226,36 @@ def backward_of_a_layer(job: Job, layout: Layout, element: int) -> float:
 def experts_working(job: Job, layout: Layout, element: int, program: Program) -> float:
     """Bytes that a layer with experts needs beside what it keeps, in this program.
 
-    In backward these are gradients of the hidden layer: of its product with the router's weights, and that product's
-    two; or of the rows, in and out, and of one hidden layer. In forward, the outputs of the rows before and after they
-    go back, what came, and their sum's terms, with less under way between stages. What
-    --moe-layer-recompute recomputes is there when the rows' gradients are not.
+    Counted on the module (`megatron/model/moe`): backward begins with the gradient of the output, all kept. Then there
+    are gradients of the hidden layer: of its product with the router's weights, and that product's two; or of the rows
+    and of one hidden layer, once more of the rows if they came from other ranks. In forward, the rows of output, and
+    those gathered to be summed, and for other ranks what came and what goes back; less is under way between stages.
+    --moe-layer-recompute has the gradient of the output in forward, too, and beside both what it recomputed.
     """
     model, tokens = job.model, layout.tokens(job)
     hidden = tokens * model.hidden_size / (layout.tensor if layout.sequence_parallel else 1)
     rows = tokens / layout.tensor * model.moe_router_topk * layout.expert_tensor
     row, ffn = rows * model.hidden_size, rows * (model.moe_ffn_hidden_size or 0) / layout.expert_tensor
     waits = layout.splits_backward and not model.moe_grouped_gemm
-    backward = hidden + max((2 + waits) * ffn, 2 * row + ffn)
-    forward = (4 if layout.expert * layout.expert_tensor > 1 else 2) * row - hidden
-    kept = 0.0
-    if model.moe_layer_recompute:
-        inputs = input_bytes(job, element, program)
-        kept = tokens / layout.tensor * routed_activations(model, layout, element, program, inputs)
-    return max(kept, element * backward, element * forward)
+    exchanged = layout.expert * layout.expert_tensor > 1
+    backward = hidden + max((2 + waits) * ffn, (1 + exchanged) * row + ffn)
+    forward = (4 if exchanged else 2) * row - hidden
+    if not model.moe_layer_recompute:
+        return element * max(backward, forward)
+    inputs = input_bytes(job, element, program)
+    kept = tokens / layout.tensor * routed_activations(model, layout, element, program, inputs)
+    return kept + element * max(backward, forward + hidden)
+
+
+def dense_after_experts(job: Job, layout: Layout, stage: int) -> int:
+    """Dense layers of a stage after its last layer with experts, which are freed when backward reaches that one."""
+    if layout.v_shaped:
+        return 0
+    sizes = layout.layers(job)
+    parts = [sum(sizes[s][chunk]) for chunk in range(layout.chunks) for s in range(layout.pipeline)]
+    part = (layout.chunks - 1) * layout.pipeline + stage
+    pattern = job.model.all_expert_layers[sum(parts[:part]) : sum(parts[: part + 1])]
+    return pattern[::-1].index(True) if any(pattern) else 0
 
 
 def transfer_buffers(job: Job, layout: Layout, element: int) -> float:

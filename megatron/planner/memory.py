@@ -13,6 +13,7 @@ from megatron.parallel.schedules import BackwardWeight
 from megatron.planner.activations import (
     backward_of_a_layer,
     chunk_activations,
+    dense_after_experts,
     experts_working,
     layer_activations,
     leaving_activations,
@@ -147,7 +148,9 @@ def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program
     if program.chunked_logits:
         activations += transfer_buffers(job, layout, element)
         if experts:
-            working = experts_working(job, layout, element, program)
+            freed = dense_after_experts(job, layout, stage) * of_layer(recompute=layout.recompute)
+            working = experts_working(job, layout, element, program) - freed
+            working = max(working, backward_of_a_layer(job, layout, element) if freed else 0.0)
         else:
             working = backward_of_a_layer(job, layout, element)
     if layout.recompute == "full":  # the layer being recomputed, whose input is kept

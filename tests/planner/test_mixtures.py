@@ -105,13 +105,30 @@ def test_memory_matches_a_dry_run(shape: str, name: str) -> None:
         state = (memory.weights, memory.gradients, memory.master, memory.moments)
         names = ("weights", "gradients", "master weights", "moments")
         assert state == pytest.approx([cost.memory[kind] for kind in names], rel=2e-3)
-        assert memory.activations == pytest.approx(cost.memory["activations"], rel=0.2)
-        assert memory.total == pytest.approx(cost.memory["peak"], rel=0.03)
+        assert memory.activations == pytest.approx(cost.memory["activations"], rel=0.1)
+        assert memory.total == pytest.approx(
+            cost.memory["peak"], rel=0.02 if layout.sharded_gradients else 0.01
+        )
         if layout.tensor * layout.pipeline == 1:
             shape_of = {"seq_length": 128, "padded_vocab_size": 512, "num_logits": 128, "causal": False}
             flops = exact_flops_per_sample(job.model, **shape_of, recompute=NO_RECOMPUTE, chunks=[range(8)])
             scores = 8 * 2 * 128 * 128 * 256  # which FlashAttention recomputes
             assert layout.data * cost.flops == 8 * (flops + scores)
+
+
+@pytest.mark.parametrize("expert", [1, 2])
+@pytest.mark.parametrize("recompute", ["", pytest.param("--moe-layer-recompute", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("whole", ["none", pytest.param("full", marks=pytest.mark.slow)])
+def test_memory_of_layers_with_many_rows(expert: int, recompute: str, whole: str) -> None:
+    """Two layers whose experts hold most of the memory: 1,024 tokens, of which each has three experts."""
+    sizes = GATED.replace("--num-layers 8", "--num-layers 2").replace("--seq-length 128", "--seq-length 1024")
+    sizes += f"--num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 384 --moe-grouped-gemm {recompute} "
+    layout = Layout(data=expert, expert=expert, recompute=whole)
+    job = Job(config_of(sizes).model, 1024, vocab_size=512, global_batch_size=8)
+    config = config_of(sizes + " ".join(layout.flags(job)))
+    counted = DryRun.from_config(config, GPT, expert).count(0).memory["activations"]
+    planned = stage_memory(job, layout, cluster(expert), 0, OURS).activations
+    assert planned == pytest.approx(counted, rel=0.045)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
