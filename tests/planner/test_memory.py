@@ -318,14 +318,15 @@ def test_flops_of_every_layout_match_a_dry_run(shape: str, name: str):
         latents = sum(inputs * outputs for inputs, outputs, split in attention_linears(model) if not split)
         expected += model.num_layers * passes * 2 * s * (t - 1) * latents
     # Context parallelism divides it, but a dry run counts the whole square only of a rank's own positions, and half of
-    # such a square with each other rank; ranks that exchange heads have whole sequences.
-    c, a2a = layout.context, config.parallel.cp_comm_type == "a2a"
-    attention = passes * attention_flops(model, pairs=s * s)
-    attention += 2 * s * s * model.num_attention_heads * model.kv_channels
-    left_out = 0 if a2a else model.num_all_layers * attention * (1 / c - (c + 1) / (2 * c * c))
-    assert counted == pytest.approx(
-        (expected / c - left_out) * gpt.global_batch_size / layout.data, rel=1e-12
-    )
+    # such a square with each other rank, and values there are as wide as keys; ranks that exchange heads have whole
+    # sequences.
+    c, square = layout.context, 2 * s * s * model.num_attention_heads * model.kv_channels
+    saved = 0.0
+    if c > 1 and config.parallel.cp_comm_type != "a2a":
+        saved = (passes * attention_flops(model, pairs=s * s) + square) / c
+        saved -= (2 * passes + 1) * square * (c + 1) / (2 * c * c)
+    expected = expected / c - model.num_all_layers * saved
+    assert counted == pytest.approx(expected * gpt.global_batch_size / layout.data, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v"])
