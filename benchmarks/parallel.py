@@ -1,11 +1,12 @@
 """Measure the cost of parallel layouts on this machine: time, bytes communicated and memory.
 
-    python benchmarks/parallel.py [--only layouts|context|schedules|stages|validation|bytes|memory|gpu ...]
+    python benchmarks/parallel.py [--only layouts|context|schedules|stages|search|validation|bytes|memory|gpu ...]
 
 layouts: one process with two threads against tensor, pipeline and data parallelism over two single-threaded processes.
 context: the same with context parallelism, for one sequence of 4,096 tokens.
 schedules: pipeline bubbles with simulated stages, against theory and torch.distributed.pipelining.
 stages: even pipeline stages against those of --pipeline-model-parallel-layout auto, also simulated.
+search: the lists of --pipeline-schedule auto against schedules with a name, in the simulator.
 validation: steps with --enable-optimizer-post-validation and without, whose passes sleep.
 bytes: bytes that each process communicates in a step, which must equal the formulas of docs/parallelism.md.
 memory: peak memory of a step with each kind of activation recomputation.
@@ -31,6 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from parallel_schedules import compare_schedules, compare_stages
+from parallel_search import compare_search
 from parallel_steps import check_bytes, compare_context, compare_layouts, measure_gpu, measure_memory
 from parallel_validation import compare_post_validation
 
@@ -38,7 +40,7 @@ from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.errors import InputError
 from megatron.flags import Config, flag
 
-PARTS = ("layouts", "context", "schedules", "stages", "validation", "bytes", "memory", "gpu")
+PARTS = ("layouts", "context", "schedules", "stages", "search", "validation", "bytes", "memory", "gpu")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "context": lambda: compare_context(config.rounds),
         "schedules": lambda: compare_schedules(config.rounds),
         "stages": lambda: compare_stages(config.rounds),
+        "search": compare_search,
         "validation": lambda: compare_post_validation(config.rounds),
         "bytes": check_bytes,
         "memory": measure_memory,

@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-import random
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import megatron.plugins  # noqa: F401 (registers the schedules)
 from megatron.arguments import parse_run_config
 from megatron.errors import InputError
-from megatron.parallel.schedules import SCHEDULES, Backward, BackwardInput, BackwardWeight, Compute, Forward
+from megatron.parallel.schedules import SCHEDULES, Forward
 from megatron.parallel.schedules import one_forward_one_backward as one_f_one_b
-from megatron.variants.auto_schedule import best_schedule, counted_times, makespan, peak_chunks, tuned
+from megatron.variants.auto_schedule import counted_times, makespan, peak_chunks, tuned
 from megatron.variants.auto_stages import with_auto_layout
-from megatron.variants.half_memory import v_half, v_min
-from megatron.variants.schedules import gpipe
-from megatron.variants.zero_bubble import Duration, dualpipe_v, zb_h1, zb_h2, zb_v
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-def uneven(rng: random.Random, stages: int, chunks: int, spread: float = 0.5) -> Duration:
-    """Random times of the passes of each part; a whole backward pass takes the sum of its parts."""
-    times = {
-        (rank, chunk, kind): rng.uniform(1 - spread, 1 + spread)
-        for rank in range(stages)
-        for chunk in range(chunks)
-        for kind in (Forward, BackwardInput, BackwardWeight)
-    }
-
-    def duration(rank: int, action: Compute) -> float:
-        kinds = (BackwardInput, BackwardWeight) if isinstance(action, Backward) else (type(action),)
-        return sum(times[rank, action.chunk, kind] for kind in kinds)
-
-    return duration
+from parallel_search import Case, compared_with_1f1b
 
 
 @pytest.mark.parametrize(
@@ -42,51 +27,14 @@ def uneven(rng: random.Random, stages: int, chunks: int, spread: float = 0.5) ->
 )
 def test_never_slower_than_a_named_schedule(first: int, last: int) -> None:
     for seed in range(first, last):
-        rng = random.Random(seed)
-        stages, chunks = rng.randint(2, 6), rng.randint(1, 2)
-        microbatches, in_flight = rng.randint(1, 4 * stages), rng.randint(1, 2 * stages)
-        duration, transfer = uneven(rng, stages, chunks), rng.choice((0.0, 0.1))
-        best = best_schedule(
-            stages, chunks, microbatches, duration=duration, in_flight=in_flight, transfer_time=transfer
-        )
-        assert max(map(peak_chunks, best)) <= chunks * in_flight
-
+        case = Case.random(seed)
+        best = case.best()
+        assert max(map(peak_chunks, best)) <= case.limit
         for row in best:
             done = sorted((a.microbatch, a.chunk) for a in row if isinstance(a, Forward))
-            assert done == sorted((m, c) for m in range(microbatches) for c in range(chunks))
-        named = (one_f_one_b, gpipe, zb_h1, zb_h2) if chunks == 1 else (zb_v, v_half, v_min, dualpipe_v)
-        for make in named:
-            if make is dualpipe_v and microbatches < 2 * stages:
-                continue
-            schedule = make(stages, chunks, microbatches)
-            if max(map(peak_chunks, schedule)) <= chunks * in_flight:
-                time, ours = (
-                    makespan(x, stages, duration, transfer_time=transfer, v_shaped=chunks == 2)
-                    for x in (schedule, best)
-                )
-                assert ours <= time, (seed, make.__name__)
-
-
-def least_time(stages: int, microbatches: int, in_flight: int, duration: Duration) -> float:
-    """A lower bound of the time of every list with one chunk per stage.
-
-    A stage begins when its first input has passed the stages before. Until the first gradient comes back it runs no
-    more forwards than it may hold. After its last gradient those of the stages before follow, each with its weights.
-    """
-    f, b, w = (
-        [duration(rank, kind(0, 0)) for rank in range(stages)]
-        for kind in (Forward, BackwardInput, BackwardWeight)
-    )
-    bounds = []
-    for rank in range(stages):
-        idle = sum(f[rank:]) + sum(b[rank + 1 :]) - min(in_flight, microbatches) * f[rank]
-        begin = sum(f[:rank]) + max(0.0, idle)
-        bounds.append(begin + microbatches * (f[rank] + b[rank] + w[rank]))
-        bounds += [
-            begin + microbatches * (f[rank] + b[rank]) + sum(b[before:rank]) + w[before]
-            for before in range(rank)
-        ]
-    return max(bounds)
+            assert done == sorted((m, c) for m in range(case.microbatches) for c in range(case.chunks))
+        for name, seconds in case.named_seconds().items():
+            assert case.seconds(best) <= seconds, (seed, name)
 
 
 @pytest.mark.parametrize(
@@ -94,17 +42,9 @@ def least_time(stages: int, microbatches: int, in_flight: int, duration: Duratio
 )
 def test_compared_with_1f1b(spread: float, cases: int) -> None:
     """Eight stages and 16 microbatches, in the memory of 1F1B: 0.85 of its time, or close to what is possible."""
-    ratios, bounds = [], []
-    for seed in range(cases):
-        duration = uneven(random.Random(seed), 8, 1, spread)
-        best, usual = (
-            makespan(schedule, 8, duration, v_shaped=False)
-            for schedule in (best_schedule(8, 1, 16, duration=duration), one_f_one_b(8, 1, 16))
-        )
-        least = least_time(8, 16, 8, duration)
-        assert least <= best * (1 + 1e-9) and best <= 1.08 * least
-        ratios.append(best / usual)
-        bounds.append(least / usual)
+    ratios, bounds = zip(*(compared_with_1f1b(seed, spread) for seed in range(cases)), strict=True)
+    for ratio, bound in zip(ratios, bounds, strict=True):
+        assert bound <= ratio * (1 + 1e-9) and ratio <= 1.08 * bound
     assert sum(ratios) / cases <= 0.85
     if spread == 0:
         assert ratios == pytest.approx(bounds)  # 55 passes instead of 69
