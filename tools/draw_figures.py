@@ -24,6 +24,7 @@ from megatron.parallel.schedules import (
     simulate,
 )
 from megatron.planner.schedule_costs import bubble_fraction, makespan, peak_in_flight
+from megatron.variants.auto_schedule import best_schedule
 from megatron.variants.half_memory import v_half, v_min
 from megatron.variants.schedules import breadth_first, gpipe, interleaved
 from megatron.variants.zero_bubble import dualpipe_v, zb_h1, zb_h2, zb_v
@@ -303,6 +304,9 @@ def figures() -> dict[str, str]:
         ),
         "dualpipe-v.svg": draw_schedule(
             f"DualPipe-V: {sizes}, 2 chunks per rank", dualpipe_v(*twice), stages, 2, v_shaped=True
+        ),
+        "auto.svg": draw_schedule(
+            f"auto: {sizes}, at most 3 in flight", best_schedule(*once, in_flight=3), stages, 1
         ),
         "layer-split.svg": draw_layer_split(layers=16, stages=stages, chunks=2),
         "tensor-parallel.svg": draw_tensor_parallel(),

@@ -174,7 +174,7 @@ class OffloadConfig(PluginConfig):
         if run.parallel.recompute_granularity == "full":
             raise InputError(
                 "--cpu-offload-activations and --recompute-granularity full exclude each other: recomputed layers keep "
-                "only their inputs; leave one out"
+                "only their inputs, and nothing is left to offload; leave one out"
             )
         if run.plugin(PerformanceConfig).cuda_graph:
             raise InputError(
