@@ -53,6 +53,9 @@ def layer_activations(
     sharded = tokens * (
         element * attention_elements(model, t, ranks, latents_only=program.latent_recompute) + ffn
     )
+    if model.position_embedding_type == "rope" and not model.multi_latent_attention:
+        # One of the two copies of the weighted sums is the output projection's input.
+        sharded -= tokens * (element - kept) * model.num_attention_heads * model.kv_channels / t
     if has_experts:
         replicated += tokens * h * element * model.moe_shared_expert_gate / ranks
         routed = routed_activations(model, layout, element, program, kept)

@@ -10,7 +10,7 @@ from megatron.planner.budget import many, percent
 from megatron.planner.cluster import Cluster
 from megatron.planner.host_copies import USABLE_HOST
 from megatron.planner.layout import Job, Layout
-from megatron.planner.memory import USABLE_MEMORY, fits
+from megatron.planner.memory import fits, usable_memory
 from megatron.planner.our_program import memory_of
 from megatron.planner.schedule_costs import bubble_fraction
 from megatron.planner.search import Plan, fewest_layers, make_plan
@@ -198,7 +198,7 @@ def _is_possible(job: Job, layout: Layout) -> bool:
 def why_not(other: Layout, best: Plan, job: Job, cluster: Cluster) -> str:
     """Say how much slower another layout is than the best and why, or that it does not fit."""
     memory = memory_of(job, other, cluster)
-    usable, host = USABLE_MEMORY * cluster.device.memory, cluster.host.memory
+    usable, host = usable_memory(cluster), cluster.host.memory
     if memory.total > usable:
         return f"does not fit: needs {memory.total / 1e9:.1f} GB of {usable / 1e9:.1f}"
     if host is not None and memory.host > USABLE_HOST * host:
@@ -226,7 +226,7 @@ def takeaways(best: Plan, job: Job, cluster: Cluster) -> list[str]:
     t, p, d = layout.tensor, layout.pipeline, layout.data
     m = layout.microbatches(job)
     share = {name: getattr(step, name) / step.seconds for name in (*PARTS, "recompute")}
-    usable = USABLE_MEMORY * cluster.device.memory / 1e9
+    usable = usable_memory(cluster) / 1e9
     paragraphs = [
         f"Tensor parallelism within a node, pipeline parallelism across nodes (takeaway 1). NVLink joins "
         f"{cluster.per_domain} devices; T{t} {'stays' if t <= cluster.per_domain else 'is not'} within them, and its "

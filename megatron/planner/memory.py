@@ -39,8 +39,9 @@ from megatron.planner.programs import Program
 from megatron.planner.split_passes import ChunkMemory, peak
 from megatron.planner.units import sharded_units
 
-# Share of a device's memory that a model can use. The rest is for the driver, NCCL's buffers and fragmentation.
-USABLE_MEMORY = 0.92
+# Share of a device's memory, and at most so many bytes, for the driver, NCCL's buffers and fragmentation. NVIDIA's runs
+# of Llama 3.1 405B on GB200 and of Llama 3 70B on GB300 use about 96% of the memory by these formulas.
+RESERVED_SHARE, MAX_RESERVED = 0.08, 8e9
 ADAM_MOMENTS = 8  # bytes per parameter: two means in fp32
 BACKUP = 16  # and of post-validation's copy: those means, the weight and its gradient
 
@@ -268,9 +269,12 @@ def max_memory(job: Job, layout: Layout, cluster: Cluster, program: Program) -> 
     return dataclasses.replace(largest, host=max(memory.host for memory in stages))
 
 
+def usable_memory(cluster: Cluster) -> float:
+    """Bytes of a device's memory that a model can use."""
+    return cluster.device.memory - min(RESERVED_SHARE * cluster.device.memory, MAX_RESERVED)
+
+
 def fits(memory: Memory, cluster: Cluster) -> bool:
     """Return True if it fits the usable memory of a device, and that of its share of the host."""
     host = cluster.host.memory
-    return memory.total <= USABLE_MEMORY * cluster.device.memory and (
-        host is None or memory.host <= USABLE_HOST * host
-    )
+    return memory.total <= usable_memory(cluster) and (host is None or memory.host <= USABLE_HOST * host)

@@ -15,7 +15,7 @@ from megatron.planner.cluster import Cluster
 from megatron.planner.explain import EQUAL_TIME, PARTS, slower_by
 from megatron.planner.host_copies import USABLE_HOST
 from megatron.planner.layout import Job
-from megatron.planner.memory import USABLE_MEMORY, fits
+from megatron.planner.memory import fits, usable_memory
 from megatron.planner.our_program import needs_uncompiled_layers
 from megatron.planner.parameters import model_parameters
 from megatron.planner.questions import largest_micro_batch, longest_sequence, other_clusters
@@ -50,7 +50,7 @@ def in_words(count: float) -> str:
 def table(result: SearchResult, job: Job, cluster: Cluster) -> str:
     """The best plans, and why each is slower than the first. TFLOP/s are the model's, without recomputation."""
     rows = ["    TFLOP/s   step s  bubble  comm.  recomp.  GB used  free  layout"]
-    usable = USABLE_MEMORY * cluster.device.memory
+    usable = usable_memory(cluster)
     for number, plan in enumerate(result.plans, start=1):
         step = plan.step
         shares = (step.bubble, communication(plan), step.recompute)
@@ -90,7 +90,7 @@ def details(plan: Plan, cluster: Cluster) -> str:
     time = ", ".join(f"{words} {percent(share)}" for words, share in shares.items() if share >= 0.0005)
     sizes = {f.name: getattr(memory, f.name) for f in dataclasses.fields(memory) if f.name != "host"}
     kinds = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in sizes.items() if size or name != "backup")
-    usable = USABLE_MEMORY * cluster.device.memory
+    usable = usable_memory(cluster)
     free = (usable - memory.total) / 1e9
     rest = f"{free:.1f} GB free" if free >= 0 else f"it does not fit: {-free:.1f} GB too many"
     return (

@@ -13,7 +13,7 @@ from megatron.planner.bounds import Bounds
 from megatron.planner.cluster import Cluster
 from megatron.planner.host_copies import USABLE_HOST
 from megatron.planner.layout import Job, Layout
-from megatron.planner.memory import USABLE_MEMORY, Memory, fits
+from megatron.planner.memory import Memory, fits, usable_memory
 from megatron.planner.our_program import fits_memory, memory_of, simulator_of, state_fits
 from megatron.planner.simulate import Step
 from megatron.planner.space import (
@@ -227,7 +227,7 @@ def _nothing_fits(job: Job, cluster: Cluster, too_large: int) -> str:
             f"{job.model.num_layers} and --num-attention-heads {job.model.num_attention_heads} over {devices} devices; "
             f"choose {nearest} samples, or another number of devices"
         )
-    usable = USABLE_MEMORY * cluster.device.memory / 1e9
+    usable = usable_memory(cluster) / 1e9
     reason = f"no layout fits this model on {devices} {cluster.device.name} with {usable:.3g} GB each"
     if cluster.host.memory is not None:
         reason += f" and {USABLE_HOST * cluster.host.memory / 1e9:.3g} GB of host memory"

@@ -9,7 +9,7 @@ from typing import Any
 from megatron.errors import InputError
 from megatron.planner.cluster import Cluster
 from megatron.planner.layout import Job, Layout
-from megatron.planner.memory import USABLE_MEMORY, fits
+from megatron.planner.memory import fits, usable_memory
 from megatron.planner.our_program import memory_of
 from megatron.planner.space import can_tensor_parallel, divides_experts, offloaded, schedules, variants
 
@@ -91,6 +91,6 @@ def parse_shape(text: str, job: Job, cluster: Cluster) -> Layout:
         least = min(memories, key=lambda memory: memory.total)
         raise InputError(
             f"--layout: {text} does not fit: it needs {least.total / 1e9:.1f} GB of the "
-            f"{USABLE_MEMORY * cluster.device.memory / 1e9:.1f} that are usable, with all that saves memory"
+            f"{usable_memory(cluster) / 1e9:.1f} that are usable, with all that saves memory"
         )
     return shape

@@ -110,18 +110,18 @@ def test_errors_over_published_runs_do_not_grow(command: Callable) -> None:
     }
     assert means["dense"] < 4.95 and means["mixtures"] < 9.35 and means["not fitted"] < 6.65
     verdicts = re.search(r"memory verdicts ([\d.]+)% right", out)
-    assert verdicts and float(verdicts[1]) > 96.0
+    assert verdicts and float(verdicts[1]) > 96.9
 
 
 @pytest.mark.slow
 def test_errors_over_other_rows_of_the_same_documents_do_not_grow(command: Callable) -> None:
     path = "benchmarks/published/same_documents.jsonl"
-    out = command("benchmarks/planner.py", "--rows", path, "--limit", "6.45").stdout
+    out = command("benchmarks/planner.py", "--rows", path, "--limit", "6.35").stdout
     assert "457 of 457 rows expressed" in out and "nan" not in out
     means = dict(re.findall(r"(dense|mixtures) ([\d.]+)% \(", out))
-    assert float(means["dense"]) < 5.55 and float(means["mixtures"]) < 9.65
+    assert float(means["dense"]) < 5.35 and float(means["mixtures"]) < 9.65
     verdicts = re.search(r"memory verdicts ([\d.]+)% right", out)
-    assert verdicts and float(verdicts[1]) > 93.3
+    assert verdicts and float(verdicts[1]) > 96.2
 
 
 def without(row: dict, path: tuple[str, ...]) -> dict:
