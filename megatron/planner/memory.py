@@ -178,13 +178,16 @@ def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program
     )
     if stage == layout.last_stage:
         residual = job.residual_element(element)
-        # The final norm's input, and its output or, after the loss, the output's gradient.
-        activations += hidden * (residual + element) * last
+        # The final norm's input, and its output or, after the loss, the output's gradient. Backward of the layers does
+        # not need its microbatch's.
+        of_norm = hidden * (residual + element)
+        activations += of_norm * (last - 1)
         # Multi-token prediction: the embedding, both norms' outputs joined, the final norm's input and output, and
         # the gradient of that output.
         activations += job.model.mtp_num_layers * hidden * (residual + 5 * element)
         # The loss comes before backward of the layers.
-        working = max(working, loss_working(job, layout, element, program) + units.loss, units.after_loss)
+        in_loss = loss_working(job, layout, element, program) + units.loss
+        working = max(working, of_norm + in_loss, of_norm + units.after_loss)
     activations += working
     if layout.splits_backward:
         activations = split_activations(job, layout, element, stage, program, in_layer)

@@ -33,7 +33,7 @@ def sharded_units(job: Job, layout: Layout, stage: int, element: int, program: P
 
     The units are those of docs/parallelism.md. Backward has a layer's gradients and parameters, and where exchanges
     overlap the parameters of the next layer and the gradients of the one before, until they are reduced. The output
-    layer is in use from the loss to the end of backward, and so is the embedding if it shares its table.
+    layer is in use from the loss to its gradient, or to the end of backward if the embedding shares its table.
     """
     if layout.shards == 1 or not (layout.sharded_gradients or layout.sharded_parameters):
         return UnitMemory()
@@ -50,16 +50,27 @@ def sharded_units(job: Job, layout: Layout, stage: int, element: int, program: P
         of_layer = layer * (program.gradient + 2 * weight)
         return UnitMemory(of_layer, of_layer, 0.0, of_layer)
     overlap = layout.overlap_grad_reduce
-    of_layer = layer * (program.gradient + (1 + overlap) * weight)
+    # The next layer's parameters are gathered ahead, if there is one in the chunk.
+    layers = max(sum(numbers) for numbers in layout.layers(job)[stage])
+    ahead, further_ahead = (overlap and layers > n for n in (1, 2))
+    of_layer = layer * (program.gradient + (1 + ahead) * weight)
+    of_another = layer * (program.gradient * (1 + overlap) + (1 + further_ahead) * weight)
     reduced = program.gradient * before * overlap
     in_loss = ends * (weight + program.gradient) + reduced
-    # The output layer's gradient is complete, and reduced, before backward of the layers.
-    in_use = ends * (weight + program.gradient * (first and shared))
-    in_backward = in_use + of_layer + layer * program.gradient * overlap
+    # The output layer's gradient is complete before backward of the layers, and its parameters are freed; but layers of
+    # multi-token prediction come first, and a table that both ends use is in use to the end.
+    in_use = ends * (weight + program.gradient)
+    to_the_end = first and shared
+    from_the_loss = to_the_end or (last and model.mtp_num_layers > 0)
+    in_backward = in_use * to_the_end + of_another
     in_forward = 0.0
     if first and not shared and layout.microbatches(job) > 1:
         in_forward = (embedding + layer) * (weight + program.gradient * overlap)
-    # The unit that came last in the backward pass before is still being reduced: that of the ends, if they are shared.
-    before_backward = 0.0 if last or (first and shared) else reduced
-    first_backward, after_loss = in_use + of_layer + before_backward, in_loss + layer * weight * overlap
+    # The unit whose gradients came before is still being reduced: the output layer, or the last one of the backward
+    # pass before, which is that of the ends if they are shared.
+    if from_the_loss:
+        before_backward = in_use
+    else:
+        before_backward = program.gradient * ends * overlap if last else reduced
+    first_backward, after_loss = of_layer + before_backward, in_loss + layer * weight * overlap
     return UnitMemory(first_backward, in_backward, in_forward, in_loss, after_loss)
