@@ -9,6 +9,7 @@ from megatron.parallel.stages import split_layers
 from megatron.performance.config import Fp8Config, OffloadConfig, PerformanceConfig
 from megatron.planner.division import even_sizes
 from megatron.planner.dry_run import vocabulary
+from megatron.planner.host_copies import OFFLOADING
 from megatron.planner.layout import Job, Layout
 from megatron.training.config import RunConfig
 from megatron.training.layout import check_layout
@@ -33,10 +34,6 @@ def given_run(config: RunConfig, devices: int) -> tuple[Job, Layout]:
     if parallel.recompute_method == "block":
         raise InputError("--recompute-method: block is not planned; a dry run counts it")
     offload = config.plugin(OffloadConfig)
-    if offload.cpu_offload_activations and schedule not in (None, "1f1b"):
-        raise InputError(
-            f"--cpu-offload-activations: with --pipeline-schedule {schedule} it is not planned; a dry run counts it"
-        )
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     context = parallel.context_parallel_size
     data = devices // (tensor * pipeline * context)
@@ -66,6 +63,10 @@ def given_run(config: RunConfig, devices: int) -> tuple[Job, Layout]:
         offload_optimizer=config.optimizer.cpu_offload_optimizer,
         offload_layers=offload.cpu_offload_activations_num_layers if offload.cpu_offload_activations else 0,
     )
+    if layout.offload_layers != 0 and layout.schedule_name not in OFFLOADING:
+        raise InputError(
+            f"--cpu-offload-activations: with --pipeline-schedule {schedule} it is not planned; a dry run counts it"
+        )
     job = Job(
         model,
         config.data.seq_length,

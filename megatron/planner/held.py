@@ -40,6 +40,20 @@ def most_held(
     return tuple((pass_, held) for pass_, all_held in moments.items() for held in _largest(all_held))
 
 
+@functools.lru_cache(maxsize=1024)
+def most_held_after_forward(
+    schedule: Schedule, stages: int, chunks: int, microbatches: int, stage: int
+) -> tuple[tuple[Pass, int | None, Held], ...]:
+    """The same apart for each chunk whose forward is the last that ran before the pass; None before the first."""
+    moments: dict[tuple[Pass, int | None], set[Held]] = {}
+    before = None
+    for pass_, held in _moments(_passes(schedule, stages, chunks, microbatches)[stage], chunks):
+        moments.setdefault((pass_, before), set()).add(held)
+        if pass_[0] is Forward:
+            before = pass_[1]
+    return tuple((*key, held) for key, all_held in moments.items() for held in _largest(all_held))
+
+
 @functools.lru_cache(maxsize=16)
 def _passes(schedule: Schedule, stages: int, chunks: int, microbatches: int) -> Sequence[Sequence[Compute]]:
     """The passes of all stages, which `most_held` asks for one stage after the other."""

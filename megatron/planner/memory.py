@@ -24,12 +24,7 @@ from megatron.planner.activations import (
 )
 from megatron.planner.cluster import Cluster
 from megatron.planner.held import UNLIMITED, Held, Pass, counted_microbatches, most_held
-from megatron.planner.host_copies import (
-    USABLE_HOST,
-    leaving_layers,
-    piece_bytes,
-    returned_layers,
-)
+from megatron.planner.host_copies import USABLE_HOST, offloaded_activations, piece_bytes
 from megatron.planner.layout import Job, Layout
 from megatron.planner.parameters import (
     owned_parameters,
@@ -164,9 +159,11 @@ def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program
     leaving = [leaving_activations(job, layout, element, stage, chunk, program) for chunk in chunks]
     held = 0.0
     if any(leaving):
-        held, _, _ = most_kept(job, layout, stage, leaving, [0.0 for _ in chunks])
-        number = sum(leaving_layers(job, layout, stage, chunk)[1] for chunk in chunks)
-        working += returned_layers(job, layout, stage, held / sum(leaving)) * sum(leaving) / number
+        stay = [chunk_activations(job, layout, element, stage, chunk, program) for chunk in chunks]
+        offloaded = offloaded_activations(job, layout, stage, stay, leaving)
+        held = offloaded.host
+        activations += offloaded.forward - kept
+        working += offloaded.backward - offloaded.forward
     in_layer = working
     units = sharded_units(job, layout, stage, element, program)
     layer = of_layer(recompute=layout.recompute, has_experts=experts > 0)

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.model.flops import layer_flops, vocabulary_flops
 from megatron.planner.cluster import Cluster
+from megatron.planner.host_copies import OFFLOADING
 from megatron.planner.layout import Job, Layout
 
 # Larger numbers of chunks per stage, and other microbatch sizes, gain nothing.
@@ -93,7 +94,7 @@ def can_offload_activations(layout: Layout) -> bool:
 
     Recomputed layers keep only their inputs.
     """
-    return layout.recompute != "full" and layout.schedule_name == "1f1b"
+    return layout.recompute != "full" and layout.schedule_name in OFFLOADING
 
 
 def can_offload_optimizer(layout: Layout) -> bool:

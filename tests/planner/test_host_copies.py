@@ -50,16 +50,22 @@ SCHEDULE, CHUNKS = f"{PIPELINE} --pipeline-schedule", "--num-layers-per-virtual-
                 ("--tensor-model-parallel-size 2 --sequence-parallel", f"{OPTIMIZER} {TWO}", 2),
                 ("--use-distributed-optimizer", OPTIMIZER, 2),
                 (f"{PIPELINE} {CHUNKS}", OPTIMIZER, 2),
+                (f"{PIPELINE} {CHUNKS}", ACTIVATIONS, 2),
+                (f"{PIPELINE} {CHUNKS}", f"{ACTIVATIONS} --cpu-offload-activations-num-layers 1", 2),
                 (f"{SCHEDULE} zb-h1 --no-torch-compile", OPTIMIZER, 2),
             )
         ),
     ],
 )
 def test_memory_matches_a_dry_run(layout: str, flags: str, ranks: int) -> None:
-    """Bytes that offload saves of each stage, within 0.6% of the stage's memory; the bytes on the host within 0.2%."""
+    """Bytes that offload saves of each stage, within 0.6% of the stage's memory; the bytes on the host within 0.2%.
+
+    Within 1.3% with several chunks.
+    """
     batch = "--global-batch-size 16"
     runs = [config_of(f"{SHAPE} {layout} {batch} {more}") for more in ("", flags)]
     (job, plain), (_, planned) = (given_run(run, ranks) for run in runs)
+    within = 0.013 if planned.chunks > 1 else 0.006
     for number in range(planned.pipeline):
         whole, less = (
             DryRun.from_config(run, GPT, ranks).count(number * ranks // planned.pipeline) for run in runs
@@ -67,7 +73,7 @@ def test_memory_matches_a_dry_run(layout: str, flags: str, ranks: int) -> None:
         of_stage = (number, our_program(job, planned, cluster(ranks)))
         before, memory = (stage_memory(job, layout, cluster(ranks), *of_stage) for layout in (plain, planned))
         saved = whole.memory["peak"] - less.memory["peak"]
-        assert before.total - memory.total == pytest.approx(saved, abs=0.006 * whole.memory["peak"])
+        assert before.total - memory.total == pytest.approx(saved, abs=within * whole.memory["peak"])
         assert memory.host == pytest.approx(less.memory["in host memory"], rel=0.002)
 
 
@@ -181,8 +187,8 @@ def test_a_plan_prints_host_memory(host: str, tmp_path: Path, capsys: pytest.Cap
     assert re.search(r"activations on the device +does not fit", output)
 
 
-@pytest.mark.parametrize(("flags", "name"), [("--pipeline-schedule gpipe", "gpipe"), (CHUNKS, "interleaved")])
-def test_what_is_not_planned(flags: str, name: str) -> None:
-    flags = f"{SHAPE} {PIPELINE} {flags} {ACTIVATIONS} --global-batch-size 16"
+@pytest.mark.parametrize("name", ["gpipe", "zb-h1"])
+def test_what_is_not_planned(name: str) -> None:
+    flags = f"{SHAPE} {SCHEDULE} {name} --no-torch-compile {ACTIVATIONS} --global-batch-size 16"
     with pytest.raises(InputError, match=f"with --pipeline-schedule {name} it is not planned"):
         given_run(config_of(flags), 2)

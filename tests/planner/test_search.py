@@ -19,6 +19,7 @@ from megatron.parallel.stages import split_layers
 from megatron.planner.cluster import Cluster, Host, cluster_from_data_sheet
 from megatron.planner.device_specs import data_sheet
 from megatron.planner.explain import other_choices, takeaways, why_not
+from megatron.planner.host_copies import OFFLOADING
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import fits
 from megatron.planner.models import MODELS
@@ -86,8 +87,9 @@ def check_search(seed: int) -> None:
 def with_host_memory(layout: Layout, gpt: Job) -> Iterator[list[Layout]]:
     """Yield a layout with each number of offloaded layers, without and with the optimizer in host memory."""
     numbers: list[int | None] = [0]
-    if layout.schedule_name == "1f1b" and layout.recompute == "none":
-        numbers += [*range(1, gpt.model.num_layers // layout.pipeline), None]
+    if layout.schedule_name in OFFLOADING and layout.recompute == "none":
+        layers = max(sum(chunk) for stage in layout.layers(gpt) for chunk in stage)
+        numbers += [*range(1, layers), None]
     for state in (False, True)[: 1 + (not layout.post_validation)]:
         yield [
             dataclasses.replace(layout, offload_optimizer=state, offload_layers=number) for number in numbers
