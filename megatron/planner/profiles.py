@@ -98,8 +98,8 @@ _H100 = _fit(
     fp8=1.013,
     expert=0.897,
 )
-_B200 = _fit(BLACKWELL, ("36", "25"), errors=(0.09, 0.1), matmul=0.63, link=0.751)
-_B300 = _fit(BLACKWELL, ("121", "194", "39", "24"), errors=(0.05, 0.05), matmul=0.804, link=0.951)
+_B200 = _fit(BLACKWELL, ("36", "25"), errors=(0.09, 0.11), matmul=0.63, link=0.751)
+_B300 = _fit(BLACKWELL, ("121", "194", "39", "24"), errors=(0.07, 0.08), matmul=0.804, link=0.951)
 # DeepEP reaches 153 GB/s of 160 within a node, and 43 to 58 GB/s over an adapter of 50 (its README): 0.9, where
 # all-to-alls reach 0.7.
 _DEEPEP_H100 = Constants(

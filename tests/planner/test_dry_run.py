@@ -6,6 +6,8 @@ import collections
 import json
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -42,6 +44,7 @@ from megatron.training.engine import Engine
 T2, P2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 GQA = "--group-query-attention --num-query-groups 2"
 ZERO = "--data-parallel-sharding-strategy"
+ROOT = Path(__file__).resolve().parents[2]
 MODEL = "--num-layers 2 --hidden-size 64 --seq-length 32 --global-batch-size 8"
 TWO = [
     T2,
@@ -291,6 +294,44 @@ def test_saved_activations_on_a_gpu_match_the_paper(flags: str, tensor: int, pap
 def test_activations_fall_with_the_context_parallel_size(communication: str, size: int) -> None:
     flags = f"{CP} {size} --cp-comm-type {communication}"
     assert saved(flags, size) == pytest.approx(saved("--attention-dropout 0", 1) / size, rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("communication", ["p2p", "all_gather", "a2a"])
+def test_activations_of_real_processes_fall_with_the_context_parallel_size(communication: str) -> None:
+    """Four processes keep half of what two do for a layer. One process keeps the output of attention twice."""
+    by_size = {}
+    for processes in (1, 2, 4):
+        flags = "--seq-length 256 --ops-backend plain --attention-dropout 0"
+        if processes > 1:
+            flags += f" --context-parallel-size {processes} --cp-comm-type {communication}"
+        layouts = [f"{flags} --num-layers {layers}" for layers in (8, 2)]
+        batch = DryRun.from_config(config_of(f"{MODEL} {layouts[0]}"), GPT, processes).batch
+        ranks = run_distributed(real_steps, processes, layouts, [free_port() for _ in layouts], batch)
+        held = [[cost.memory["activations"] for cost, *_ in steps] for steps in ranks]
+        by_size[processes] = max(more - less for more, less in held) / 6
+    assert by_size[4] == pytest.approx(by_size[2] / 2, rel=0.05)
+    assert 0.85 * by_size[1] < 2 * by_size[2] <= by_size[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_long_context_of_a_large_model(tmp_path: Path) -> None:
+    """docs/long-context.md: 70 billion parameters, 128k tokens, 512 GPUs. Its first stage, which holds the most."""
+    page = (ROOT / "docs" / "long-context.md").read_text(encoding="utf-8")
+    command = page[page.index("python pretrain_gpt.py --dry-run") :].partition("```")[0]
+    words, file = command.replace("\\\n", " ").split(), tmp_path / "counts.json"
+    subprocess.run(
+        [sys.executable, *words[1:], "--dry-run-ranks", "0", "--dry-run-json", file], check=True, cwd=ROOT
+    )
+    (rank,) = json.loads(file.read_text())["ranks"]
+    assert rank["memory"]["activations"] / 1e9 == pytest.approx(48.7, rel=0.005)
+    assert rank["memory"]["peak"] / 1e9 == pytest.approx(64.1, rel=0.005)
+    # Keys and values of a rank's group, 128 wide, go around twice in bf16, and their gradients once in fp32.
+    context, positions, layers, microbatches = 8, 131072 // 8, 20, 32
+    passed = 2 * 128 * positions * (2 * (context - 1) * 2 + context * 4)
+    (ring,) = (row for row in rank["traffic"] if row["kind"] == "shift")
+    assert ring["axis"] == "context-parallel" and ring["bytes"] == passed * layers * microbatches
 
 
 @pytest.mark.slow
