@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bridge_models import model_of
 from bridge_recipes import division, expert_ranks, program_name, properties, release
 
 from megatron.errors import InputError
@@ -44,15 +45,13 @@ MICRO_BATCH_SIZES, MAX_CHUNKS = (1, 2, 4, 8), 8
 
 # Month and day from which on BLOOM's layouts were tuned in bf16, by its chronicle.
 BLOOM_BF16 = "0228"
-
-
 # Words for runs of NeMo-Megatron-Launcher before sequence parallelism and selective recomputation. By the README at
 # 3579cdb these gave 15%, and 175B takes 27 days for 300 billion tokens on 1,024 GPUs, 15% less than by its table.
 OLDER = "whether the measured run had them"
 # Words for torchtitan's selective recomputation of every second matrix product.
 SELECTIVE = ("selective op", "per op SAC")
 
-# What a row of each format means that leaves a field out.
+# Values of fields that rows of each format leave out.
 RUN_DEFAULTS: dict[str, Any] = {
     "id": "-",
     "group": "-",
@@ -127,9 +126,7 @@ def read_rows(path: Path) -> Iterator[Row | str]:
         for row in rows:
             try:
                 yield _run(row) if "gpus" in row else _bridge_run(row)
-            except NotExpressed as reason:
-                yield f"{row.get('id', number)}: {reason}"
-            except InputError as reason:
+            except (NotExpressed, InputError) as reason:
                 yield f"{row.get('id', number)}: {reason}"
             except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
                 yield f"{row.get('id', number)}: missing or unknown: {error}"
@@ -298,7 +295,7 @@ def _bridge_run(row: dict[str, Any]) -> Row:
         device = dataclasses.replace(device, fp8=FP4[gpu] * 1e15)
     cluster = dataclasses.replace(cluster, device=device)
     job = Job(
-        _model(row["model_name"], shape, row["seq_length"]),
+        model_of(row["model_name"], shape, row["seq_length"]),
         row["seq_length"],
         shape["vocab"],
         row["global_batch_size"],
@@ -368,56 +365,3 @@ def _bridge_run(row: dict[str, Any]) -> Row:
         # NVIDIA's recipes since then recompute some modules only: mla_up_proj, moe_act, layernorm, the dense mlp.
         recomputes_experts=release(row) < "25.11",
     )
-
-
-def _model(name: str, shape: dict[str, Any], seq_length: int) -> ModelConfig:
-    """The model of a row of published-runs-bridge.jsonl."""
-    fields: dict[str, Any] = {
-        "num_layers": shape["layers"],
-        "hidden_size": shape["hidden"],
-        "ffn_hidden_size": shape["ffn_hidden"],
-        "num_attention_heads": shape["heads"],
-        "kv_channels": shape["head_dim"],
-        "max_position_embeddings": seq_length,
-        "swiglu": shape["swiglu"],
-        "add_bias_linear": False,
-        "normalization": "RMSNorm",
-        "position_embedding_type": "rope",
-        "untie_embeddings_and_output_weights": not shape.get("tied_embeddings", False),
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-    }
-    if "Qwen3" in name.replace("-", ""):
-        fields["qk_layernorm"] = True
-    if shape.get("sliding_window"):  # in every second layer (2508.10925 section 2.3)
-        fields |= {"window_size": f"{shape['sliding_window'] - 1},0", "window_attn_skip_freq": "2"}
-    if shape["kv_heads"] != shape["heads"]:
-        fields |= {"group_query_attention": True, "num_query_groups": shape["kv_heads"]}
-    if shape.get("attention") == "MLA":
-        fields.pop("kv_channels")
-        fields |= {
-            "multi_latent_attention": True,
-            "q_lora_rank": shape["q_lora_rank"],
-            "kv_lora_rank": shape["kv_lora_rank"],
-            "qk_head_dim": shape["qk_nope_head_dim"],
-            "qk_pos_emb_head_dim": shape["qk_rope_head_dim"],
-            "v_head_dim": shape["v_head_dim"],
-            "qk_layernorm": True,
-        }
-    if shape["kind"] == "moe":
-        dense = shape["first_dense_layers"]
-        fields |= {
-            "num_experts": shape["experts"],
-            "moe_router_topk": shape["topk"],
-            "moe_ffn_hidden_size": shape["moe_ffn_hidden"],
-            "moe_grouped_gemm": True,
-            "moe_router_score_function": "sigmoid" if dense else "softmax",
-            "mtp_num_layers": shape.get("mtp_layers") or 0,
-        }
-        if shape["shared_expert_ffn"]:
-            fields["moe_shared_expert_intermediate_size"] = shape["shared_expert_ffn"]
-        if name.startswith("DeepSeek"):  # node-limited routing (2412.19437 section 4.2)
-            fields |= {"moe_router_num_groups": 8, "moe_router_group_topk": 4}
-        if dense:
-            fields["moe_layer_freq"] = f"[0]*{dense}+[1]*{shape['layers'] - dense}"
-    return ModelConfig(**fields)

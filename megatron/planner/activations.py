@@ -226,14 +226,34 @@ def backward_of_a_layer(job: Job, layout: Layout, element: int) -> float:
     return element * (local + max(gathered + ffn, ffn * (1 + model.gated + layout.splits_backward)))
 
 
+def ring_working(job: Job, layout: Layout, element: int, program: Program) -> float:
+    """Bytes that backward of ring attention needs beside what a dense layer keeps, whose MLP's are free by then.
+
+    Counted on `megatron/context_parallel/attention.py`: sums of the gradients of keys and values in fp32, of which one
+    is computed, one leaves and one arrives; keys and values joined, in use and arriving; the gradients of queries in
+    fp32, and those of a block; and that of the output and of the residual stream. 0 without a ring.
+    """
+    model, t = job.model, layout.tensor
+    if layout.context == 1 or layout.context_exchange != "p2p" or model.multi_latent_attention:
+        return 0.0
+    queries = model.num_attention_heads * model.kv_channels / t
+    pairs = 2 * model.kv_heads_per_rank(t) * model.kv_channels
+    hidden = model.hidden_size / (t if layout.sequence_parallel else 1)
+    kept = input_bytes(job, element, program)
+    ffn = model.ffn_hidden_size / t * (element * (2 if model.gated else 1) + kept)
+    used = (3 * 4 + 3 * element) * pairs + (4 + 2 * element) * queries + element * hidden
+    return layout.tokens(job) * (used - ffn - kept * hidden)
+
+
 def experts_working(job: Job, layout: Layout, element: int, program: Program) -> float:
     """Bytes that a layer with experts needs beside what it keeps, in this program.
 
     Counted on the module (`megatron/model/moe`): backward begins with the gradient of the output, all kept. Then there
     are gradients of the hidden layer: of its product with the router's weights, and that product's two; or of the rows
-    and of one hidden layer, once more of the rows if they came from other ranks. In forward, the rows of output, and
-    those gathered to be summed, and for other ranks what came and what goes back; less is under way between stages.
-    --moe-layer-recompute has the gradient of the output in forward, too, and beside both what it recomputed.
+    and of one hidden layer, once more of the rows if they came from other ranks. In forward, the rows of output, those
+    gathered to be summed, and the sum, and for other ranks what came and what goes back; less is under way between
+    stages. Recomputation has the gradient of the output in forward, too, and --moe-layer-recompute beside both what it
+    recomputed.
     """
     model, tokens = job.model, layout.tokens(job)
     hidden = tokens * model.hidden_size / (layout.tensor if layout.sequence_parallel else 1)
@@ -242,12 +262,14 @@ def experts_working(job: Job, layout: Layout, element: int, program: Program) ->
     waits = layout.splits_backward and not model.moe_grouped_gemm
     exchanged = layout.expert * layout.expert_tensor > 1
     backward = hidden + max((2 + waits) * ffn, (1 + exchanged) * row + ffn)
-    forward = (4 if exchanged else 2) * row - hidden
+    forward = (4 if exchanged else 2) * row + (hidden if layout.pipeline == 1 else -hidden)
+    if model.moe_layer_recompute or layout.recompute == "full":
+        forward += hidden
     if not model.moe_layer_recompute:
         return element * max(backward, forward)
     inputs = input_bytes(job, element, program)
     kept = tokens / layout.tensor * routed_activations(model, layout, element, program, inputs)
-    return kept + element * max(backward, forward + hidden)
+    return kept + element * max(backward, forward)
 
 
 def dense_after_experts(job: Job, layout: Layout, stage: int) -> int:

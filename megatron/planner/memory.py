@@ -19,6 +19,7 @@ from megatron.planner.activations import (
     leaving_activations,
     loss_working,
     recomputed_experts,
+    ring_working,
     transfer_buffers,
     waiting_bytes,
 )
@@ -148,7 +149,9 @@ def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program
             working = experts_working(job, layout, element, program) - freed
             working = max(working, backward_of_a_layer(job, layout, element) if freed else 0.0)
         else:
-            working = backward_of_a_layer(job, layout, element)
+            working = max(
+                backward_of_a_layer(job, layout, element), ring_working(job, layout, element, program)
+            )
     if layout.recompute == "full":  # the layer being recomputed, whose input is kept
         working += of_layer(recompute="none", has_experts=experts > 0) - of_layer(recompute="full")
     tokens = layout.tokens(job)
@@ -171,7 +174,10 @@ def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program
         chunk_activations(job, layout, element, stage, chunk, program) for chunk in range(layout.chunks)
     )
     working = max(
-        working + units.first_backward, working + units.backward - layer, units.forward - microbatch
+        working + units.first_backward,
+        working + units.backward - layer,
+        units.forward - microbatch,
+        units.end_of_forward,
     )
     if stage == layout.last_stage:
         residual = job.residual_element(element)

@@ -17,6 +17,7 @@ class UnitMemory:
         first_backward: in backward of a stage's last layer, which comes first.
         backward: in that of another one, when the one before is freed.
         forward: in forward of the embedding, after the backward pass of another microbatch.
+        end_of_forward: when that pass has run its last layer, on a stage that does not begin with an embedding.
         loss: in the loss.
         after_loss: when backward begins, and the logits are freed.
     """
@@ -24,6 +25,7 @@ class UnitMemory:
     first_backward: float = 0.0
     backward: float = 0.0
     forward: float = 0.0
+    end_of_forward: float = 0.0
     loss: float = 0.0
     after_loss: float = 0.0
 
@@ -48,7 +50,7 @@ def sharded_units(job: Job, layout: Layout, stage: int, element: int, program: P
     weight = element if layout.sharded_parameters else 0
     if not program.chunked_logits:  # the units of other programs are not known
         of_layer = layer * (program.gradient + 2 * weight)
-        return UnitMemory(of_layer, of_layer, 0.0, of_layer)
+        return UnitMemory(of_layer, of_layer, loss=of_layer)
     overlap = layout.overlap_grad_reduce
     # The next layer's parameters are gathered ahead, if there is one in the chunk.
     layers = max(sum(numbers) for numbers in layout.layers(job)[stage])
@@ -63,9 +65,13 @@ def sharded_units(job: Job, layout: Layout, stage: int, element: int, program: P
     to_the_end = first and shared
     from_the_loss = to_the_end or (last and model.mtp_num_layers > 0)
     in_backward = in_use * to_the_end + of_another
-    in_forward = 0.0
-    if first and not shared and layout.microbatches(job) > 1:
-        in_forward = (embedding + layer) * (weight + program.gradient * overlap)
+    in_forward = at_its_end = 0.0
+    if layout.microbatches(job) > 1:
+        # The last two units of the backward pass before are still being reduced.
+        if first and not shared:
+            in_forward = (embedding + layer) * (weight + program.gradient * overlap)
+        elif not first and layers > 1:
+            at_its_end = layer * (weight + 2 * program.gradient * overlap)
     # The unit whose gradients came before is still being reduced: the output layer, or the last one of the backward
     # pass before, which is that of the ends if they are shared.
     if from_the_loss:
@@ -73,4 +79,4 @@ def sharded_units(job: Job, layout: Layout, stage: int, element: int, program: P
     else:
         before_backward = program.gradient * ends * overlap if last else reduced
     first_backward, after_loss = of_layer + before_backward, in_loss + layer * weight * overlap
-    return UnitMemory(first_backward, in_backward, in_forward, in_loss, after_loss)
+    return UnitMemory(first_backward, in_backward, in_forward, at_its_end, in_loss, after_loss)

@@ -16,11 +16,12 @@ from megatron.errors import InputError, TrainingFault
 from megatron.model.flops import attention_linears
 from megatron.optim.norms import CHUNK_SIZE
 from megatron.training.config import RunConfig
-from megatron.verify.compare import STATE_KINDS, Comparer, Comparison, Reference
+from megatron.verify.compare import Comparer, Comparison
 from megatron.verify.format import KINDS, Capture
 from megatron.verify.launch import Failure
 from megatron.verify.layouts import Layout
 from megatron.verify.locate import Finding, first_difference
+from megatron.verify.reference import STATE_KINDS, Reference
 from megatron.verify.shrink import Shrunk, command_words, in_layout, one_process
 from megatron.verify.tolerance import Rounding
 

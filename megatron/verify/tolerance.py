@@ -74,7 +74,7 @@ def bound(
     """Largest L2 norm of a difference that rounding explains.
 
     Args:
-        scale: norm of the reference, or of the terms of a sum that cancel (`compare.Reference.scale`).
+        scale: norm of the reference, or of the terms of a sum that cancel (`reference.Reference.scale`).
         size: its number of elements.
         spreads: norms of the differences of runs of one process that only round differently.
         pooled: relative spreads of values like this one, for values of few elements.

@@ -128,7 +128,7 @@ def test_memory_of_layers_with_many_rows(expert: int, recompute: str, whole: str
     config = config_of(sizes + " ".join(layout.flags(job)))
     counted = DryRun.from_config(config, GPT, expert).count(0).memory["activations"]
     planned = stage_memory(job, layout, cluster(expert), 0, OURS).activations
-    assert planned == pytest.approx(counted, rel=0.045)
+    assert planned == pytest.approx(counted, rel=0.01)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from megatron.commands.verify import parse, start_run
-from megatron.verify.compare import Comparer, Reference
+from megatron.verify.compare import Comparer
 from megatron.verify.format import KINDS, Capture
 from megatron.verify.layouts import Layout
+from megatron.verify.reference import Reference
 from megatron.verify.runner import Check, Runs, Verification
 from megatron.verify.shrink import ADAM_EPS, Shrunk
 from megatron.verify.tolerance import Rounding

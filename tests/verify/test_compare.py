@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from megatron.verify.assemble import assemble, inferred_place
-from megatron.verify.compare import Comparer, Comparison, Reference
+from megatron.verify.compare import Comparer, Comparison
 from megatron.verify.format import Capture, CaptureWriter, Place, Record
+from megatron.verify.reference import Reference
 from megatron.verify.runner import compare_captures
 from megatron.verify.tolerance import Rounding
 
