@@ -7,6 +7,7 @@ and v25.05.05 (there grok1/cfg and grok1/launch.sh).
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from megatron.planner.programs import MEGATRON_CORE
@@ -19,7 +20,7 @@ NVFP4_CAST = 1.3
 ASYNC_TP = MEGATRON_CORE.tensor_overlap
 # Accesses of an operand of torchao's FP8 products with a scale for each row: so many that a step of 70B takes as long
 # as in bf16, as in torchtitan's table (benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md).
-ROWWISE_CAST = 4.5
+ROWWISE_CAST = 5.4
 # Expert ranks of AutoModel's runs whose table leaves them out (examples/llm_benchmark/gpt_oss).
 AUTOMODEL_RANKS = {"GPT-OSS-20B": 8, "GPT-OSS-120B": 64}
 # Seconds that the host needs for a layer with experts whose router and attention are captured in graphs.
@@ -28,6 +29,13 @@ CAPTURED_HOST = 0.002
 # they do, by 235B on H100 and 30B on H100, with 4 and 16 experts a rank, of which each has kernels of its own.
 X86_HOST = 0.0109
 X86_OVERLAP_HOST, X86_EXPERT_HOST = 0.012, 0.00025
+
+
+def named(model: str) -> str:
+    """The name of a model with the parts that recipes ask for as this file spells them."""
+    for part in ("DeepSeek", "Kimi", "OSS", "Qwen3", "Grok", "235B", "30B"):
+        model = re.sub(part, part, model, flags=re.IGNORECASE)
+    return model
 
 
 def release(row: dict[str, Any]) -> str:
@@ -46,7 +54,7 @@ def program_name(row: dict[str, Any]) -> str:
     since = release(row)
     if row["model"]["kind"] == "dense":
         return "megatron-core" if since >= "25.09" else "nemo-2025"
-    name = "gpt-oss" if "sliding_window" in row["model"] else "megatron-core"
+    name = "gpt-oss" if "OSS" in row["model_name"] else "megatron-core"
     if captures_iterations(row):
         return name
     if since < "25.09":
@@ -76,10 +84,14 @@ def properties(row: dict[str, Any]) -> dict[str, Any]:
         if "rowwise" in row["precision"]:
             found["fp8_cast"] = ROWWISE_CAST
         return found
+    if "save_qkv_proj" in row["recompute"]:  # a policy of MaxText
+        return {"keeps_queries": True}
     if row["model"]["kind"] == "dense":
         return {"fp8_cast": NVFP4_CAST} if "FP4" in row["precision"] else {}
-    if row["program"].startswith("NeMo AutoModel"):  # its table names DeepEP
-        return {"expert_copies_once": True}
+    if row["program"].startswith("NeMo AutoModel"):
+        # Its table names DeepEP, its settings fake_balanced_gate; the router's weights are within the activation
+        # (components/moe/layers.py and experts.py).
+        return {"expert_copies_once": True, "balanced": True, "weighted": (0, 0)}
     found = {"expert_cast": NVFP4_CAST} if "FP4" in row["precision"] else {}
     if name.startswith("Grok") or "tokendrop" in row["notes"]:
         # With a capacity the host does not wait for the numbers of rows.

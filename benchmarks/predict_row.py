@@ -20,7 +20,7 @@ def predict(row: Row) -> tuple[Layout, float, bool]:
     program = row.profile.program
     choices = []
     for layout, recomputed in itertools.product(row.layouts, (False, True)):
-        job = row.job
+        job = dataclasses.replace(row.job, global_batch_size=row.job.global_batch_size // row.passes)
         mixture = job.model.num_experts is not None and row.recomputes_experts
         if recomputed and (not mixture or layout.recompute == "full"):
             continue
@@ -34,7 +34,7 @@ def predict(row: Row) -> tuple[Layout, float, bool]:
     if not fitting:
         fitting = [min(choices, key=lambda choice: choice[1])]
     timed = (
-        (Simulator(job, layout, row.cluster, program).step().seconds, number, layout, too_large)
+        (row.passes * Simulator(job, layout, row.cluster, program).step().seconds, number, layout, too_large)
         for number, (too_large, _, job, layout) in enumerate(fitting)
     )
     seconds, _, layout, too_large = min(timed, key=lambda choice: choice[:2])

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge_models import model_of
-from bridge_recipes import division, expert_ranks, program_name, properties, release
+from bridge_recipes import division, expert_ranks, named, program_name, properties, release
 
 from megatron.errors import InputError
 from megatron.model.config import ModelConfig
@@ -48,6 +48,12 @@ BLOOM_BF16 = "0228"
 # Words for runs of NeMo-Megatron-Launcher before sequence parallelism and selective recomputation. By the README at
 # 3579cdb these gave 15%, and 175B takes 27 days for 300 billion tokens on 1,024 GPUs, 15% less than by its table.
 OLDER = "whether the measured run had them"
+# llm-foundry's table of A100 40GB is older than the others (README at 1ef7b4d): of torch 1.13, whose checkpoints repeat
+# a whole layer, and with gradients reduced in bf16 (PURE).
+TORCH_1_13 = {"stops_recomputing": False, "reduced": 2}
+# Microbatches of a replica in AutoModel's pipelines, which run several times in a step if that has more: the local
+# batch of its table (docs/performance-summary.mdx).
+AUTOMODEL_MICROBATCHES = 8
 # Words for torchtitan's selective recomputation of every second matrix product.
 SELECTIVE = ("selective op", "per op SAC")
 
@@ -87,6 +93,7 @@ class Row:
         family: the model, or a set of models of one source, that --fit leaves out in turn.
         seconds: of a step; None if it ran out of memory.
         layouts: the published layout, or several if the row leaves something open.
+        passes: of a pipeline in a step, each with its own fill and drain.
         offload: activations are kept in the host's memory.
         recomputes_experts: it may recompute whole mixtures, if nothing says otherwise.
         exact: the row states everything that the planner needs, and the planner has everything it states.
@@ -101,6 +108,7 @@ class Row:
     profile: Profile
     seconds: float | None
     exact: bool
+    passes: int = 1
     offload: bool = False
     recomputes_experts: bool = True
 
@@ -182,6 +190,8 @@ def _run(row: dict[str, Any]) -> Row:
     cluster = dataclasses.replace(cluster, device=device)
     program = _program(row["program"], row["group"], row["id"], row["fsdp"])
     profile = find_profile(program, sheet.name)
+    if (program, sheet.name) == ("llm-foundry", "a100-40gb"):
+        profile = dataclasses.replace(profile, program=dataclasses.replace(profile.program, **TORCH_1_13))
     values = _given(row["layout"])
     if values:
         free = values.pop("free", False)
@@ -280,10 +290,11 @@ def _bridge_run(row: dict[str, Any]) -> Row:
     shape = SHAPE_DEFAULTS | {"kind": "moe" if "experts" in shape else "dense"} | shape
     shape = {"head_dim": shape["hidden"] // shape["heads"], "kv_heads": shape["heads"]} | shape
     row = BRIDGE_DEFAULTS | _given(row) | {"model": shape, "layout": split}
-    gpu, _, form = row["gpu"].lower().removeprefix("dgx-").partition("-")
-    row["gpu"] = gpu
-    if gpu not in GPUS:
+    found = re.search(r"\b(" + "|".join(GPUS) + r")\b(.*)", row["gpu"].lower())
+    if found is None:
         raise NotExpressed(f"GPU {row['gpu']}")
+    gpu, form = found.groups()
+    row |= {"gpu": gpu, "model_name": named(row["model_name"])}
     name, per_node, network = GPUS[gpu]
     sheet = data_sheet(name, where="gpu")
     cluster = _cluster(sheet, row["num_gpus"], per_node, network)
@@ -310,6 +321,9 @@ def _bridge_run(row: dict[str, Any]) -> Row:
         # The row's is the batch of a replica, divided into as many microbatches as there are stages. Parameters are not
         # sharded again after forward, and gradients are reduced after the last microbatch.
         size, sharded = max(size // pipeline, 1), None
+    passes = 1
+    if program == "automodel" and pipeline > 1:
+        passes = max(1, row["global_batch_size"] // (data * size * AUTOMODEL_MICROBATCHES))
     layout = Layout(
         tensor=tensor,
         context=context,
@@ -361,6 +375,7 @@ def _bridge_run(row: dict[str, Any]) -> Row:
         profile=profile,
         seconds=seconds,
         exact=shape["kind"] == "dense" and len(layouts) == 1 and not split.get("fsdp_shard"),
+        passes=passes,
         offload=bool(sharded) and gpu.startswith("gb"),
         # NVIDIA's recipes since then recompute some modules only: mla_up_proj, moe_act, layernorm, the dense mlp.
         recomputes_experts=release(row) < "25.11",

@@ -40,7 +40,8 @@ def layer_activations(
     ranks = t if layout.sequence_parallel else 1
     residual = job.residual_element(element)
     if recompute == "full":
-        return residual * tokens * h / ranks
+        queries = attention_linears(model, t)[0][1] if program.keeps_queries else 0
+        return tokens * (residual * h / ranks + element * queries / t)
     kept = input_bytes(job, element, program)
     width = (model.moe_shared_expert_intermediate_size or 0) if has_experts else model.ffn_hidden_size
     # Layers that are not compiled also keep the activation of the gate.

@@ -87,13 +87,20 @@ class Replicas:
             group = layout.expert_data_group(cluster) if whole else layout.expert_shard_group(cluster)
             yield experts * element, group
 
-    def _gather(self, element: float) -> float:
-        """Seconds of an all-gather of all parameters of a stage by the ranks that shard them."""
-        return sum(self.cluster.all_gather(*message) for message in self._messages(element))
+    def _gather(self, element: float, units: int = 1) -> float:
+        """Seconds of all-gathers of all parameters of a stage, in so many parts, by the ranks that shard them."""
+        messages = self._messages(element / units)
+        return units * sum(self.cluster.all_gather(*message) for message in messages)
 
     def _reduce_scatter(self) -> float:
-        """Seconds of a reduce-scatter of all gradients of a stage by the ranks that shard them."""
-        return sum(self.cluster.reduce_scatter(*message) for message in self._messages(self._reduced))
+        """Seconds of reduce-scatters of the gradients of a stage, layer by layer, by the ranks that shard them."""
+        messages = self._messages(self._reduced / self._units)
+        return self._units * sum(self.cluster.reduce_scatter(*message) for message in messages)
+
+    @property
+    def _units(self) -> int:
+        """Layers of the stage, each of which is gathered and reduced by itself."""
+        return max(1, sum(map(sum, self.layout.layers(self.job)[self.stage])))
 
     def _over_instances(self) -> list[Exchange]:
         """The sum of the shards' gradients over the instances, which nothing hides."""
@@ -142,7 +149,7 @@ class Replicas:
         Each layer is gathered in forward and again in backward, and its gradients are reduced, for each microbatch,
         beside the computation of the layers before.
         """
-        gather, reduce = self._gather(self.cluster.device.element), self._reduce_scatter()
+        gather, reduce = self._gather(self.cluster.device.element, self._units), self._reduce_scatter()
         name = "parameter gather and gradient reduction"
         return [
             self._beside("parameter gather", "forward", gather, self.layers.forward.total),

@@ -47,12 +47,13 @@ class Kernels(AttentionCosts):
         layer = self._attention_block + routed
         if model.moe_shared_expert_intermediate_size is not None:
             layer += self.mlp(model.moe_shared_expert_intermediate_size)
-        layer = self._with_recomputation(layer)
+        layer = self._with_recomputation(layer, experts=True)
         again = routed.forward if model.moe_layer_recompute else Cost()
         return dataclasses.replace(layer, backward=layer.backward + again)
 
-    def _with_recomputation(self, layer: ForwardBackward) -> ForwardBackward:
-        return dataclasses.replace(layer, backward=layer.backward + self.recomputed(layer.forward))
+    def _with_recomputation(self, layer: ForwardBackward, *, experts: bool = False) -> ForwardBackward:
+        again = self.recomputed(layer.forward, experts=experts)
+        return dataclasses.replace(layer, backward=layer.backward + again)
 
     @functools.cached_property
     def _attention_block(self) -> ForwardBackward:
@@ -101,17 +102,15 @@ class Kernels(AttentionCosts):
         """
         model, layout = self.job.model, self.layout
         assert model.num_experts is not None and model.moe_ffn_hidden_size is not None
-        h, tokens = model.hidden_size, self.tokens / layout.tensor
-        ffn, local = model.moe_ffn_hidden_size / layout.expert_tensor, model.num_experts / layout.expert
-        fc1, rows = ffn * (2 if model.gated else 1), tokens * model.moe_router_topk * layout.expert_tensor
-        rows *= self.busiest
-        experts = self.experts(rows / local + self.padding_rows(rows), fc1, ffn, local)
+        h, tokens, rows = model.hidden_size, self.tokens / layout.tensor, self.rows
+        ffn = model.moe_ffn_hidden_size / layout.expert_tensor
+        fc1 = ffn * (2 if model.gated else 1)
         other_ranks = layout.expert * layout.expert_tensor > 1
         again = self.program.module_recompute and layout.recompute != "full"
         return (
             self.linear(tokens, h, model.num_experts).whole
             + self.elementwise(tokens * model.num_experts, SCORES)
-            + experts
+            + self.experts
             + self.elementwise(rows * (fc1 + ffn) / 2, self.program.mlp)
             + self.elementwise(rows * ffn, self.program.weighted)
             + self.elementwise(rows * h, self.program.rows)
@@ -120,6 +119,12 @@ class Kernels(AttentionCosts):
             + self.expert_parallel(rows)
             + self.tensor_parallel(plain=(1, 1), sequence_parallel=(0, 0))
         )
+
+    @property
+    def rows(self) -> float:
+        """Rows of the experts of the busiest rank."""
+        tokens = self.tokens / self.layout.tensor
+        return tokens * self.job.model.moe_router_topk * self.layout.expert_tensor * self.busiest
 
     def padding_rows(self, rows: float) -> float:
         """Mean rows of zeros of each expert of a rank with so many rows: on a CPU in bf16 they fill multiples."""
@@ -132,15 +137,24 @@ class Kernels(AttentionCosts):
     def busiest(self) -> float:
         """Rows of the busiest rank over the mean. The ranks that divide the experts route the tokens of all of them."""
         model, layout = self.job.model, self.layout
+        if self.program.balanced:
+            return 1.0
         tokens = self.tokens / layout.tensor * layout.expert * layout.expert_tensor
         return busiest(tokens, model.moe_router_topk, model.num_experts or 1, layout.expert)
 
-    def experts(self, rows: float, fc1: float, ffn: float, local: float) -> ForwardBackward:
-        """Products of `local` experts with so many rows each: grouped ones, or one after the other."""
-        model = self.job.model
+    @property
+    def experts(self) -> ForwardBackward:
+        """Products of the experts of the busiest rank: grouped ones, or one after the other."""
+        model, layout = self.job.model, self.layout
+        ffn, local = (
+            (model.moe_ffn_hidden_size or 0) / layout.expert_tensor,
+            (model.num_experts or 0) / layout.expert,
+        )
+        fc1, rows = ffn * (2 if model.gated else 1), self.rows / local + self.padding_rows(self.rows)
         batch, times = (local, 1.0) if model.moe_grouped_gemm else (1.0, local)
         # An expert is chosen by each token with a small probability, so the variance of its rows is about their number.
-        spread = math.sqrt(rows) if model.num_experts != model.moe_router_topk else 0.0
+        random = model.num_experts != model.moe_router_topk and not self.program.balanced
+        spread = math.sqrt(rows) if random else 0.0
         linear = functools.partial(
             self.layer_linear, batch=batch, cast=self.program.expert_cast, spread=spread
         )
@@ -162,7 +176,8 @@ class Kernels(AttentionCosts):
         else:
             if self.program.expert_copies_once:
                 copies = self.tokens / layout.tensor * width
-                seconds = cluster.dispatch(copies, Routing.of(model), group) * self.busiest
+                seconds = cluster.dispatch(copies, Routing.of(model, balanced=self.program.balanced), group)
+                seconds *= self.busiest
             else:
                 seconds = cluster.all_to_all(rows * width, group)
                 back = cluster.all_to_all(rows * 4, group)
@@ -198,15 +213,29 @@ class Kernels(AttentionCosts):
             )
         return total
 
-    def recomputed(self, layer: Cost) -> Cost:
-        """Part of the forward cost of a layer that backward repeats.
+    def recomputed(self, layer: Cost, *, experts: bool = False) -> Cost:
+        """Part of the forward cost of a layer, dense or with `experts`, that backward repeats.
 
         Fused attention keeps no scores, except on a CPU: there selective recomputation is what the program makes of it.
         """
         if self.layout.recompute == "selective":
             keeps_scores = not self.program.fused_attention or self.cluster.device.name == "cpu"
             return self.attention.forward if keeps_scores else layer * self.program.selective
-        return layer if self.layout.recompute == "full" else Cost()
+        return layer + self._kept(experts) * -1 if self.layout.recompute == "full" else Cost()
+
+    def _kept(self, experts: bool) -> Cost:
+        """Part of the forward cost of a layer that full recomputation leaves out."""
+        model, t, kept = self.job.model, self.layout.tensor, Cost()
+        if self.program.stops_recomputing and experts:  # the last product's share, and the way back
+            kept += self.experts.forward * (1 / (3 if model.gated else 2))
+            kept += self.expert_parallel(self.rows).forward * 0.5
+        elif self.program.stops_recomputing:
+            kept += self.layer_linear(self.tokens, model.ffn_hidden_size / t, model.hidden_size).forward
+            kept += self.tensor_parallel(plain=(2, 0), sequence_parallel=(0, 0), scatters=(1, 0)).forward
+        if self.program.keeps_queries:
+            for inputs, outputs, _ in attention_linears(model, t)[:-1]:
+                kept += self.layer_linear(self.tokens, inputs, outputs / t).forward
+        return kept
 
     def tensor_parallel(
         self,

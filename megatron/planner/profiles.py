@@ -103,7 +103,7 @@ _B300 = _fit(BLACKWELL, ("121", "194", "39", "24"), errors=(0.07, 0.08), matmul=
 # DeepEP reaches 153 GB/s of 160 within a node, and 43 to 58 GB/s over an adapter of 50 (its README): 0.9, where
 # all-to-alls reach 0.7.
 _DEEPEP_H100 = Constants(
-    dataclasses.replace(_H100.efficiency, all_to_all=0.9 / START.network), fitted=(), errors=(0.05, 0.16)
+    dataclasses.replace(_H100.efficiency, all_to_all=0.9 / START.network), fitted=(), errors=(0.06, 0.12)
 )
 _FLASH_2 = dataclasses.replace(START, attention=0.35)
 # PyTorch's ring attention, by the difference between 32,768 tokens and 131,072 over four times as many ranks

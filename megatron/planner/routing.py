@@ -24,6 +24,8 @@ class Routing:
 
     Attributes:
         topk: experts of a token.
+        balanced: number of all experts if a token takes the next `topk` of them after those of the token before; None
+            for random choices.
         groups, group_topk: consecutive groups of experts, and how many of them a token's experts are in
             (--moe-router-num-groups and --moe-router-group-topk; 2412.19437 section 2.1.2); 1 without groups.
     """
@@ -31,9 +33,12 @@ class Routing:
     topk: int
     groups: int = 1
     group_topk: int = 1
+    balanced: int | None = None
 
     @classmethod
-    def of(cls, model: ModelConfig) -> Routing:
+    def of(cls, model: ModelConfig, *, balanced: bool = False) -> Routing:
+        if balanced:
+            return cls(model.moe_router_topk, balanced=model.num_experts)
         groups, group_topk = model.moe_router_num_groups, model.moe_router_group_topk
         if groups is None or group_topk is None:
             return cls(model.moe_router_topk)
@@ -45,6 +50,8 @@ class Routing:
         A token's groups are drawn without replacement, its experts among these as if with replacement. Where neither
         groups nor places divide the other, the groups count as none.
         """
+        if self.balanced is not None:
+            return consecutive(self.topk, self.balanced, places)
         topk, groups, chosen = self.topk, self.groups, self.group_topk
         if groups % places and places % groups:
             groups = chosen = 1
@@ -59,6 +66,14 @@ class Routing:
             * (1 - (1 - n / chosen) ** topk)
             for n in range(1, min(inside, chosen) + 1)
         )
+
+
+@functools.lru_cache(maxsize=4096)
+def consecutive(topk: int, experts: int, places: float) -> float:
+    """Mean number of `places` that hold `topk` consecutive experts, which begin at each multiple of `topk`."""
+    of_place = experts / places
+    starts = range(0, math.lcm(experts, topk), topk)
+    return statistics.mean(len({(start + i) % experts // of_place for i in range(topk)}) for start in starts)
 
 
 @functools.lru_cache(maxsize=4096)

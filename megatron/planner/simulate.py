@@ -342,7 +342,9 @@ class Simulator:
         dense, experts = (sum(numbers) for numbers in zip(*self.chunk_layers[stage], strict=True))
         seconds = dense * self.kernels.recomputed(self.kernels.layer.forward).total
         if experts:
-            seconds += experts * self.kernels.recomputed(self.kernels.expert_layer.forward).total
+            seconds += (
+                experts * self.kernels.recomputed(self.kernels.expert_layer.forward, experts=True).total
+            )
             seconds += experts * self.job.model.moe_layer_recompute * self.kernels.routed.forward.total
         return seconds
 

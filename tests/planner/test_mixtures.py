@@ -192,6 +192,13 @@ def test_distinct_places_are_those_of_every_choice(places: int) -> None:
     assert Routing(3, 4, 2).distinct(places) == pytest.approx(np.mean(numbers))
 
 
+def test_consecutive_experts_are_at_few_places() -> None:
+    """AutoModel's FakeBalancedGate: token i takes experts 8 i to 8 i + 7, modulo their number."""
+    for number, places in ((128, 8), (256, 64), (384, 32), (384, 4)):
+        ranks = (np.arange(number * 8).reshape(-1, 8) % number) // (number // places)
+        assert Routing(8, balanced=number).distinct(places) == np.mean([len(set(row)) for row in ranks])
+
+
 def test_the_busiest_rank_has_as_many_rows_as_in_random_draws() -> None:
     """4 of 64 experts for each of 2,048 tokens, on 2, 8 or 64 ranks."""
     random = np.random.default_rng(0)

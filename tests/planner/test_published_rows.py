@@ -104,24 +104,24 @@ MIXTURE = {
 @needs_rows
 @pytest.mark.slow
 def test_errors_over_published_runs_do_not_grow(command: Callable) -> None:
-    out = command("benchmarks/planner.py", "--rows", *map(str, FILES), "--limit", "6.25").stdout
+    out = command("benchmarks/planner.py", "--rows", *map(str, FILES), "--limit", "6.1").stdout
     means = {
         name: float(value) for name, value in re.findall(r"(dense|mixtures|not fitted) ([\d.]+)% \(", out)
     }
-    assert means["dense"] < 4.95 and means["mixtures"] < 9.35 and means["not fitted"] < 6.65
+    assert means["dense"] < 4.85 and means["mixtures"] < 9.15 and means["not fitted"] < 6.45
     verdicts = re.search(r"memory verdicts ([\d.]+)% right", out)
-    assert verdicts and float(verdicts[1]) > 96.9
+    assert verdicts and float(verdicts[1]) > 97.3
 
 
 @pytest.mark.slow
 def test_errors_over_other_rows_of_the_same_documents_do_not_grow(command: Callable) -> None:
     path = "benchmarks/published/same_documents.jsonl"
-    out = command("benchmarks/planner.py", "--rows", path, "--limit", "6.35").stdout
+    out = command("benchmarks/planner.py", "--rows", path, "--limit", "5.85").stdout
     assert "457 of 457 rows expressed" in out and "nan" not in out
     means = dict(re.findall(r"(dense|mixtures) ([\d.]+)% \(", out))
-    assert float(means["dense"]) < 5.35 and float(means["mixtures"]) < 9.65
+    assert float(means["dense"]) < 4.75 and float(means["mixtures"]) < 9.75
     verdicts = re.search(r"memory verdicts ([\d.]+)% right", out)
-    assert verdicts and float(verdicts[1]) > 96.2
+    assert verdicts and float(verdicts[1]) > 96.8
 
 
 def without(row: dict, path: tuple[str, ...]) -> dict:

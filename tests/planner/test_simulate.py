@@ -17,7 +17,7 @@ from megatron.planner.given import given_run
 from megatron.planner.kernels import Kernels
 from megatron.planner.layout import Layout
 from megatron.planner.parameters import end_parameters
-from megatron.planner.programs import NVIDIA_2021, OURS
+from megatron.planner.programs import FSDP, NVIDIA_2021, OURS
 from megatron.planner.schedule_costs import makespan
 from megatron.planner.simulate import Simulator
 from megatron.pretrain_gpt import GPT
@@ -50,6 +50,30 @@ def test_the_parts_of_a_step_sum_to_its_time():
         parts = (step.matmul, step.elementwise, step.tensor_parallel, step.ends, step.transfers, step.bubble)
         assert sum(parts) + step.gradients + step.optimizer == pytest.approx(step.seconds)
         assert step.recompute == 0
+
+
+def test_recomputation_leaves_out_what_backward_does_not_need():
+    """torch's checkpoints end before the last product: of 12 h^2 parameters of a layer 4 h^2, without attention."""
+    layout = Layout(data=8, sharded_parameters=True, overlap_grad_reduce=True, recompute="full")
+    gpt, machine = job(24, 8192, 64, 8), cluster(8)
+    programs = (FSDP, dataclasses.replace(FSDP, stops_recomputing=False))
+    stops, whole = (Kernels(gpt, layout, machine, program) for program in programs)
+    again = [kernels.recomputed(kernels.layer.forward).matmul for kernels in (stops, whole)]
+    products = [m.matmul - stops.attention.forward.matmul for m in (stops.layer.forward, whole.layer.forward)]
+    assert (again[1] - again[0]) / products[1] == pytest.approx(1 / 3, rel=0.02)
+    keeps = Kernels(gpt, layout, machine, dataclasses.replace(FSDP, keeps_queries=True))
+    saved = again[0] - keeps.recomputed(keeps.layer.forward).matmul
+    assert saved / products[1] == pytest.approx(1 / 4, rel=0.03)
+
+
+def test_sharded_layers_are_gathered_one_by_one():
+    """Each layer's collectives have a latency of their own, which grows with the ranks."""
+    layout = Layout(data=512, sharded_parameters=True, overlap_grad_reduce=True)
+    gpt, machine = job(24, 2048, 16, 512), cluster(512)
+    latency = 448 * machine.link.latency + 63 * machine.network.latency
+    gather, *_ = Simulator(gpt, layout, machine, OURS).exchanges()
+    one = Simulator(job(1, 2048, 16, 512), layout, machine, OURS).exchanges()[0]
+    assert gather.seconds > 24 * latency and one.seconds < gather.seconds / 10
 
 
 def test_a_collective_takes_the_time_of_a_ring():
