@@ -10,7 +10,7 @@ import functools
 from megatron.model.config import ModelConfig
 from megatron.model.flops import attention_linears
 from megatron.ops.config import LOGITS_CHUNK_BYTES, LOGITS_PIECE_BYTES
-from megatron.planner.host_copies import leaving_bytes
+from megatron.planner.host_copies import input_stays, leaving_bytes
 from megatron.planner.layout import Job, Layout
 from megatron.planner.programs import Program
 
@@ -165,7 +165,11 @@ def chunk_activations(
 ) -> float:
     """Bytes that the layers of a chunk keep on the device of a microbatch from forward to backward."""
     kept = layers_keep(job, layout, element, stage, chunk, program)
-    return kept - leaving_bytes(job, layout, stage, chunk, kept) + rotary_bytes(job, layout)
+    kept -= leaving_bytes(job, layout, stage, chunk, kept)
+    if input_stays(job, layout, stage, chunk):
+        hidden = layout.tokens(job) * job.model.hidden_size
+        kept += job.residual_element(element) * hidden / (layout.tensor if layout.sequence_parallel else 1)
+    return kept + rotary_bytes(job, layout)
 
 
 def layers_keep(job: Job, layout: Layout, element: int, stage: int, chunk: int, program: Program) -> float:

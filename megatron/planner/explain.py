@@ -161,7 +161,8 @@ def _adjusted(layout: Layout, job: Job) -> Layout:
         layout = dataclasses.replace(layout, division=None)
     if p == 1:
         layout = dataclasses.replace(layout, pipeline_schedule=None)
-    layout = dataclasses.replace(layout, chunks=chunks)
+    validated = layout.post_validation and can_post_validate(job, dataclasses.replace(layout, chunks=chunks))
+    layout = dataclasses.replace(layout, chunks=chunks, post_validation=validated)
     replicated = layout.replicas > 1
     shards = replicated and can_shard_parameters(layout)
     sharded = shards and (layout.sharded_gradients or layout.sharded_parameters)
@@ -169,7 +170,6 @@ def _adjusted(layout: Layout, job: Job) -> Layout:
     return dataclasses.replace(
         layout,
         balanced=layout.balanced and p > 1,
-        post_validation=layout.post_validation and can_post_validate(job, layout),
         offload_layers=layout.offload_layers if can_offload_activations(layout) else 0,
         sequence_parallel=layout.sequence_parallel and can_sequence_parallel(job, layout),
         distributed_optimizer=layout.distributed_optimizer and replicated,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from megatron.parallel.schedules import Backward, Forward
+from megatron.parallel.schedules import BackwardWeight, Forward
 from megatron.performance.config import OffloadConfig
-from megatron.planner.held import counted_microbatches, most_held_after_forward
+from megatron.planner.held import Held, Pass, counted_microbatches, most_held_after_forward
 from megatron.planner.layout import Job, Layout
 from megatron.planner.parameters import largest_layer, owned_parameters
 
@@ -15,8 +15,6 @@ from megatron.planner.parameters import largest_layer, owned_parameters
 PIECE_SIZE, NUM_SLOTS = 1 << 22, 3
 # Share of a host's memory that a run can use. The rest is for the system, for reading data and for caches of files.
 USABLE_HOST = 0.9
-# Schedules for which the memory of offloaded activations is known.
-OFFLOADING = ("1f1b", "interleaved")
 
 
 def leaving_layers(job: Job, layout: Layout, stage: int, chunk: int) -> tuple[int, int]:
@@ -43,12 +41,50 @@ def leaving_bytes(job: Job, layout: Layout, stage: int, chunk: int, kept: float)
     return kept * leaving_layers(job, layout, stage, chunk)[1] / layers if layers else 0.0
 
 
+def input_stays(job: Job, layout: Layout, stage: int, chunk: int) -> bool:
+    """Return True if a chunk keeps its input on the device although its layers' activations leave.
+
+    An input from another chunk stays, since its gradient is that of a tensor that exists.
+    """
+    return leaving_layers(job, layout, stage, chunk)[1] > 0 and not layout.is_first(stage, chunk)
+
+
+@dataclasses.dataclass(frozen=True)
+class Returning:
+    """Bytes of a chunk's activations that are on the device while they leave or come back.
+
+    Attributes:
+        at_end: when a forward pass ends, and when a backward pass begins. A layer is back before those that stayed have
+            been freed; if none stayed, two come back.
+        of_layer: of one layer that leaves.
+        at_once: of the layers that are on the device once those that stayed have been freed.
+        left: of the last layer, if it leaves, too: it is freed in the next forward pass of the stage.
+    """
+
+    at_end: float = 0.0
+    of_layer: float = 0.0
+    at_once: float = 0.0
+    left: float = 0.0
+
+
+def returning(job: Job, layout: Layout, stage: int, chunk: int, leaving: float) -> Returning:
+    """Return what a chunk whose layers copy `leaving` bytes of a microbatch has on the device meanwhile."""
+    layers, number = leaving_layers(job, layout, stage, chunk)
+    if not number:
+        return Returning()
+    of_layer = leaving / number
+    at_once = min(2, number) * of_layer
+    if number == layers:
+        return Returning(at_once, of_layer, at_once, of_layer)
+    return Returning(of_layer, of_layer, at_once)
+
+
 @dataclasses.dataclass(frozen=True)
 class OffloadedActivations:
     """The most bytes that the layers of a stage keep at once.
 
     Attributes:
-        forward, backward: on the device, when a forward pass ends and when a backward pass begins.
+        forward, backward: on the device, when a forward pass ends and when a whole backward pass begins.
         host: in host memory.
     """
 
@@ -62,35 +98,28 @@ def offloaded_activations(
 ) -> OffloadedActivations:
     """Count what a stage keeps with offload from the list of its passes.
 
-    A layer is back before those that stayed have been freed; if none stayed, two come back. If all layers of a chunk
-    leave, the memory of its last one is freed in the next forward pass.
-
     Args:
         stay, leaving: bytes of each chunk of a microbatch that stay on the device, and that go to host memory.
     """
-    chunks = range(layout.chunks)
-    numbers = [leaving_layers(job, layout, stage, chunk) for chunk in chunks]
-    of_layer = [bytes_ / max(1, left) for bytes_, (_, left) in zip(leaving, numbers, strict=True)]
-    leaves_whole = [0 < left == layers for layers, left in numbers]
-    returned = [
-        of_layer[chunk] * (min(2, left) if leaves_whole[chunk] else left > 0)
-        for chunk, (_, left) in enumerate(numbers)
-    ]
-    m = counted_microbatches(layout.schedule_name, layout.pipeline, layout.microbatches(job))
-    most = {Forward: 0.0, Backward: 0.0}
-    host = 0.0
-    for (kind, chunk), before, held in most_held_after_forward(
-        layout.schedule(job), layout.pipeline, layout.chunks, m, stage
-    ):
-        kept = [number + (i == chunk) for i, number in enumerate(held[: layout.chunks])]
-        bytes_ = sum(number * of_chunk for number, of_chunk in zip(kept, stay, strict=True))
-        if kind is Backward:
-            bytes_ += returned[chunk]
-            if before is not None and leaves_whole[before] and sum(kept) > 1:
-                bytes_ += of_layer[before]
-        most[kind] = max(most[kind], bytes_)
+    back = [returning(job, layout, stage, chunk, bytes_) for chunk, bytes_ in enumerate(leaving)]
+    forward = backward = host = 0.0
+    for (kind, chunk), before, held in moments_after_forward(job, layout, stage):
+        own = kind is not BackwardWeight
+        kept = [number + (own and i == chunk) for i, number in enumerate(held[: layout.chunks])]
         host = max(host, sum(number * of_chunk for number, of_chunk in zip(kept, leaving, strict=True)))
-    return OffloadedActivations(most[Forward], most[Backward], host)
+        bytes_ = sum(number * of_chunk for number, of_chunk in zip(kept, stay, strict=True))
+        if kind is Forward:
+            forward = max(forward, bytes_)
+        else:
+            left = 0.0 if before is None or sum(kept) == 1 else back[before].left
+            backward = max(backward, bytes_ + back[chunk].at_end + left)
+    return OffloadedActivations(forward, backward, host)
+
+
+def moments_after_forward(job: Job, layout: Layout, stage: int) -> tuple[tuple[Pass, int | None, Held], ...]:
+    """The most that a stage holds in a pass, apart for each chunk whose forward was the last."""
+    m = counted_microbatches(layout.schedule_name, layout.pipeline, layout.microbatches(job))
+    return most_held_after_forward(layout.schedule(job), layout.pipeline, layout.chunks, m, stage)
 
 
 def piece_bytes(job: Job, layout: Layout, stage: int, state: float) -> float:

@@ -25,7 +25,13 @@ from megatron.planner.activations import (
 )
 from megatron.planner.cluster import Cluster
 from megatron.planner.held import UNLIMITED, Held, Pass, counted_microbatches, most_held
-from megatron.planner.host_copies import USABLE_HOST, offloaded_activations, piece_bytes
+from megatron.planner.host_copies import (
+    USABLE_HOST,
+    moments_after_forward,
+    offloaded_activations,
+    piece_bytes,
+    returning,
+)
 from megatron.planner.layout import Job, Layout
 from megatron.planner.parameters import (
     owned_parameters,
@@ -160,14 +166,13 @@ def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program
         activations += first * hidden
     chunks = range(layout.chunks)
     leaving = [leaving_activations(job, layout, element, stage, chunk, program) for chunk in chunks]
-    held = 0.0
+    held, in_layer = 0.0, working
     if any(leaving):
         stay = [chunk_activations(job, layout, element, stage, chunk, program) for chunk in chunks]
         offloaded = offloaded_activations(job, layout, stage, stay, leaving)
         held = offloaded.host
         activations += offloaded.forward - kept
         working += offloaded.backward - offloaded.forward
-    in_layer = working
     units = sharded_units(job, layout, stage, element, program)
     layer = of_layer(recompute=layout.recompute, has_experts=experts > 0)
     microbatch = sum(
@@ -223,14 +228,24 @@ def split_activations(
             forward += element * ffn * (4 if model.gated else 2)
         if layout.is_first(stage, chunk) and model.hidden_dropout:
             kept += hidden
+        leaving = leaving_activations(job, layout, element, stage, chunk, program)
+        back = returning(job, layout, stage, chunk, leaving)
+        forward += back.at_end
         if layout.is_last(stage, chunk):
             kept += (residual + element) * hidden
             forward = max(forward, loss_working(job, layout, element, program))
         layer = (of_layer, waiting / max(1, sum(layers)))
         memory.append(
-            ChunkMemory.make(kept=kept, waiting=waiting, layer=layer, working=working, forward=forward)
+            ChunkMemory.make(
+                kept=kept, waiting=waiting, layer=layer, working=working, forward=forward, back=back
+            )
         )
-    activations = transfer_buffers(job, layout, element) + peak(split_moments(job, layout, stage), memory)
+    moments = (
+        moments_after_forward(job, layout, stage)
+        if layout.offload_layers != 0
+        else ((pass_, None, held) for pass_, held in split_moments(job, layout, stage))
+    )
+    activations = transfer_buffers(job, layout, element) + peak(moments, memory)
     if stage == layout.last_stage:
         activations += model.mtp_num_layers * hidden * (residual + 5 * element)
     return activations

@@ -7,7 +7,7 @@ import functools
 
 import numpy as np
 
-from megatron.parallel.schedules import Compute, Timeline, simulate
+from megatron.parallel.schedules import Backward, BackwardInput, Compute, Forward, Timeline, simulate
 from megatron.planner.activations import leaving_activations
 from megatron.planner.cluster import Cluster
 from megatron.planner.costs import ForwardBackward
@@ -145,26 +145,32 @@ class Simulator:
         (dense, experts), layout = self.chunk_layers[rank][chunk], self.layout
         first, last = layout.is_first(rank, chunk), layout.is_last(rank, chunk)
         forward, backward, weights = self.kernels.chunk_seconds(dense, experts, first=first, last=last)
-        if layout.offload_layers != 0:
-            waits = self.copy_waits(rank, chunk)
-            forward, backward = forward + waits[0], backward + waits[1]
+        forward += self.copy_wait(Forward, rank, chunk)
+        backward += self.copy_wait(Backward, rank, chunk)
         return forward, backward + self.accumulation, weights + self.accumulation * self._split_share
 
-    def copy_waits(self, rank: int, chunk: int) -> tuple[float, float]:
-        """Seconds that forward and backward of a chunk wait for copies of activations beside its layers."""
+    def copy_wait(self, kind: type[Compute], rank: int, chunk: int) -> float:
+        """Seconds that a pass of a chunk waits for copies of activations beside its layers."""
         if self.layout.offload_layers == 0:
-            return 0.0, 0.0
+            return 0.0
         of_chunk = (self.job, self.layout, self.cluster.device.element, rank, chunk, self.program)
         copy = leaving_activations(*of_chunk) / self.cluster.host.copy
         dense, experts = self.chunk_layers[rank][chunk]
-        layers = self.kernels.chunk(dense, experts, first=False, last=False)
-        return max(0.0, copy - layers.forward.total), max(0.0, copy - layers.backward.total)
+        forward, backward, weights = self.kernels.chunk_seconds(dense, experts, first=False, last=False)
+        beside = {Forward: forward, Backward: backward, BackwardInput: backward - weights}
+        return max(0.0, copy - beside[kind])
 
     @functools.cached_property
     def stage_waits(self) -> float:
         """Seconds that the stage which waits longest waits for copies of a microbatch."""
-        chunks = range(self.layout.chunks)
-        return max(sum(sum(self.copy_waits(rank, chunk)) for chunk in chunks) for rank in self.stages)
+        kinds, chunks = (
+            (Forward, BackwardInput if self.layout.splits_backward else Backward),
+            self.layout.chunks,
+        )
+        return max(
+            sum(self.copy_wait(kind, rank, chunk) for kind in kinds for chunk in range(chunks))
+            for rank in self.stages
+        )
 
     @functools.cached_property
     def _split_share(self) -> float:
@@ -178,7 +184,10 @@ class Simulator:
         """Seconds that each of `pipeline_clock.KINDS` keeps a stage busy."""
         transfer = self.transfer if self.program.blocking_transfers else 0.0
         forward, backward, weights = self.chunk_seconds(rank, chunk)
-        return forward + transfer, backward + transfer, backward - weights + transfer, weights
+        split = backward - weights
+        if self.layout.splits_backward:
+            split += self.copy_wait(BackwardInput, rank, chunk) - self.copy_wait(Backward, rank, chunk)
+        return forward + transfer, backward + transfer, split + transfer, weights
 
     def duration(self, rank: int, action: Compute) -> float:
         """Seconds that a compute keeps a stage busy."""

@@ -9,7 +9,6 @@ from typing import Any
 
 from megatron.model.flops import layer_flops, vocabulary_flops
 from megatron.planner.cluster import Cluster
-from megatron.planner.host_copies import OFFLOADING
 from megatron.planner.layout import Job, Layout
 
 # Larger numbers of chunks per stage, and other microbatch sizes, gain nothing.
@@ -90,11 +89,11 @@ def gains_by_validation(job: Job, layout: Layout) -> bool:
 
 
 def can_offload_activations(layout: Layout) -> bool:
-    """Return True if activations may go to host memory, and the count of memory knows how many come back at a time.
+    """Return True if activations may go to host memory.
 
-    Recomputed layers keep only their inputs.
+    Recomputed layers keep only their inputs, and post-validation repeats forward passes.
     """
-    return layout.recompute != "full" and layout.schedule_name in OFFLOADING
+    return layout.recompute != "full" and not layout.post_validation
 
 
 def can_offload_optimizer(layout: Layout) -> bool:

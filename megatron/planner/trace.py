@@ -86,7 +86,7 @@ def _pass(
             if exposed:
                 yield _slice(name, "communication", stage, stream, now, exposed)
                 now += exposed
-    wait = simulator.copy_waits(stage, action.chunk)[kind == "backward"]
+    wait = simulator.copy_wait(type(action), stage, action.chunk)
     if wait:
         yield _slice("waiting for copies of activations", "layer", stage, COMPUTATION, now, wait)
         now += wait

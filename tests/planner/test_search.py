@@ -19,7 +19,6 @@ from megatron.parallel.stages import split_layers
 from megatron.planner.cluster import Cluster, Host, cluster_from_data_sheet
 from megatron.planner.device_specs import data_sheet
 from megatron.planner.explain import other_choices, takeaways, why_not
-from megatron.planner.host_copies import OFFLOADING
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import fits
 from megatron.planner.models import MODELS
@@ -87,7 +86,7 @@ def check_search(seed: int) -> None:
 def with_host_memory(layout: Layout, gpt: Job) -> Iterator[list[Layout]]:
     """Yield a layout with each number of offloaded layers, without and with the optimizer in host memory."""
     numbers: list[int | None] = [0]
-    if layout.schedule_name in OFFLOADING and layout.recompute == "none":
+    if layout.recompute == "none" and not layout.post_validation:
         layers = max(sum(chunk) for stage in layout.layers(gpt) for chunk in stage)
         numbers += [*range(1, layers), None]
     for state in (False, True)[: 1 + (not layout.post_validation)]:
