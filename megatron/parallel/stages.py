@@ -27,8 +27,9 @@ def even_split(config: ParallelConfig, num_layers: int) -> list[int]:
     if num_layers % stages:
         raise InputError(
             f"--pipeline-model-parallel-size: {stages} stages do not divide --num-layers {num_layers}; choose "
-            f"{either(n for n in range(1, num_layers + 1) if num_layers % n == 0)}, or give the first or last stage "
-            "another number by --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
+            f"{either(n for n in range(1, num_layers + 1) if num_layers % n == 0)}, or uneven stages by "
+            "--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers or "
+            "--pipeline-model-parallel-layout auto"
         )
     return [num_layers // stages] * stages
 

@@ -70,9 +70,10 @@ def check_schedule(config: RunConfig, batches: BatchSchedule) -> None:
     if parallel.v_shaped:
         chunks = len(split_layers(parallel, config.model.num_layers)[0])
         if chunks != 2:
+            one = ", or leave it out for one chunk" if schedule == "auto" else ""
             raise InputError(
                 f"{name} has two chunks on each of {stages} stages, and here are {chunks}; set "
-                f"--num-layers-per-virtual-pipeline-stage to --num-layers / {2 * stages}"
+                f"--num-layers-per-virtual-pipeline-stage to --num-layers / {2 * stages}{one}"
             )
     unit = batches.micro_batch_size * batches.data_parallel_size
     for size in batches.sizes() if schedule == "dualpipe-v" else ():

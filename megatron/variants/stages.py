@@ -43,7 +43,7 @@ def check_division(config: ParallelConfig) -> None:
         if config.pipeline_model_parallel_size == 1:
             raise InputError(f"{name} needs --pipeline-model-parallel-size above 1")
         if group != given[0][0]:
-            raise InputError(f"{name} does not go with {given[0][1]}")
+            raise InputError(f"{name} does not go with {given[0][1]}; leave one out")
 
 
 def virtual_split(config: ParallelConfig, num_layers: int) -> list[int]:
@@ -101,7 +101,8 @@ def _nearest(config: ParallelConfig, num_layers: int) -> str:
     if not ends:
         return f"--num-layers a multiple of {stages}"
     below = (num_layers + ends) // stages * stages - ends
-    return f"--num-layers {either(n for n in (below, below + stages) if n > 0)}"
+    nearest = either(n for n in (below, below + stages) if n > 0)
+    return f"--num-layers {nearest}, or use --pipeline-model-parallel-layout auto instead"
 
 
 def _less_ends(config: ParallelConfig, sizes: list[int]) -> list[int]:
@@ -122,7 +123,7 @@ def layout_split(config: ParallelConfig, num_layers: int) -> list[int]:
     check_division(config)
     if len(parts) % config.pipeline_model_parallel_size:
         raise InputError(
-            f"{name}: its {len(parts)} parts are not a multiple of --pipeline-model-parallel-size "
+            f"{name}: its number of parts, {len(parts)}, is not a multiple of --pipeline-model-parallel-size "
             f"{config.pipeline_model_parallel_size}; separate parts by |"
         )
     strange = sorted(set("".join(parts)) - set("EtmL"))

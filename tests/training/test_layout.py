@@ -183,6 +183,13 @@ INVALID = [
     ),
     (
         2,
+        f"{P} 2 {V} 2 {SCHEDULE} auto",
+        f"{SCHEDULE}: auto has two chunks on each of 2 stages, and here are 3; set {V} to --num-layers / 4, or leave "
+        "it out for one chunk",
+        [f"{V} 3"],
+    ),
+    (
+        2,
         f"{P} 2 {SCHEDULE} zb-h1 --overlap-grad-reduce",
         f"{SCHEDULE}: zb-h1 does not go with --overlap-grad-",
         [],
