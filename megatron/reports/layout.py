@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron.parallel.collectives import all_gather
-from megatron.parallel.stages import split_layers
+from megatron.parallel.stages import Chunk, split_layers
 from megatron.training.engine import Engine
 
 # Words for the strategies of sharding over data-parallel ranks.
@@ -26,6 +26,8 @@ def layout_line(engine: Engine) -> str:
     stages = config.pipeline_model_parallel_layout
     instances = config.num_distributed_optimizer_instances
     sharded = SHARDED.get(config.data_parallel_sharding_strategy, "")
+    sizes_of = [[len(chunk.layers) for chunk in chunks] for chunks in _chunks(engine)]
+    uneven = len({size for chunks in sizes_of for size in chunks}) > 1
     used = [
         name
         for name, on in (
@@ -34,8 +36,11 @@ def layout_line(engine: Engine) -> str:
             (f"{config.cp_comm_type} context parallelism", mesh.cp.size > 1),
             (f"{sharded}{f' in {instances} instances' if instances > 1 else ''}", mesh.dp_cp.size > 1),
             (f"{config.pipeline_schedule} schedule", mesh.pp.size > 1),
+            (f"{len(sizes_of[0])} chunks per stage", len(sizes_of[0]) > 1),
             (f"stages {stages}", stages is not None),
+            (f"stages of {_numbers(sizes_of)} layers", stages is None and uneven),
             (f"{config.recompute_granularity} recomputation", config.recompute_granularity is not None),
+            ("optimizer in host memory", engine.config.optimizer.cpu_offload_optimizer),
         )
         if name and on
     ]
@@ -45,11 +50,11 @@ def layout_line(engine: Engine) -> str:
 
 def describe_layout(engine: Engine) -> str:
     """Describe the layout as a table. Every process must call it."""
-    mesh, buffer, config = engine.mesh, engine.buffer, engine.config.parallel
+    mesh, buffer = engine.mesh, engine.buffer
     per_rank = all_gather(torch.tensor([buffer.local_elements]), mesh.world).tolist()
     rows = [("layout", layout_line(engine))]
     each = mesh.world.size // mesh.pp.size
-    for stage, chunks in enumerate(split_layers(config, engine.config.model.num_layers)):
+    for stage, chunks in enumerate(_chunks(engine)):
         layers = ", ".join(_layers(chunk.layers) for chunk in chunks)
         count = per_rank[stage * each]
         ranks = f"ranks {stage * each}-{(stage + 1) * each - 1}" if each > 1 else f"rank {stage}"
@@ -60,6 +65,15 @@ def describe_layout(engine: Engine) -> str:
         ("buckets", f"{len(lengths)} on rank 0, {min(lengths):,} to {max(lengths):,} elements of gradient")
     )
     return "\n".join(f"  {name:<12}{text}" for name, text in rows)
+
+
+def _chunks(engine: Engine) -> list[list[Chunk]]:
+    return split_layers(engine.config.parallel, engine.config.model.num_layers)
+
+
+def _numbers(sizes: list[list[int]]) -> str:
+    """Layers of each stage, those of its chunks joined by +."""
+    return ", ".join("+".join(map(str, chunks)) for chunks in sizes)
 
 
 def _layers(layers: range) -> str:

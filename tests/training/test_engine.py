@@ -139,7 +139,8 @@ def test_layout_table() -> None:
     parameters = 4 * (12 * 32**2 + 13 * 32) + (60 + 16) * 32 + 2 * 32
     first, last = (4 * (12 * 32**2 + 13 * 32) // 2 + extra for extra in ((64 + 16) * 32, 64 * 32 + 2 * 32))
     assert table.splitlines()[:4] == [
-        "  layout      tensor 1 x data 2 x pipeline 2 = 4 processes; distributed optimizer; interleaved schedule",
+        "  layout      tensor 1 x data 2 x pipeline 2 = 4 processes; distributed optimizer; interleaved schedule; "
+        "2 chunks per stage",
         f"  stage 0     ranks 0-1; layers 0, 2; {first:,} parameters on each rank",
         f"  stage 1     ranks 2-3; layers 1, 3; {last:,} parameters on each rank",
         f"  parameters  {parameters:,} unique, excluding vocabulary padding",
