@@ -6,9 +6,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
+from distributed import PRELOAD
 
 import megatron.plugins
 
@@ -16,6 +18,16 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # A shell starts background jobs with SIGINT ignored, and the processes that a test starts would inherit this.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+_set_preload = forkserver.set_forkserver_preload
+
+
+def _preload_all(modules: list[str]) -> None:
+    """Preload what any test's processes need: a worker has one fork server, which any of its tests may start."""
+    _set_preload([*modules, *(module for module in PRELOAD if module not in modules)])
+
+
+forkserver.set_forkserver_preload = _preload_all
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,12 @@ from typing import Any
 
 import torch
 
-# Imported once by the fork server from which each process is forked.
-PRELOAD = ["torch", "pytest", "distributed", "models", "megatron.training.pretrain", "megatron.pretrain_gpt"]
+# Imported once by the fork server from which each process is forked. torch._dynamo, which dispatch modes import, takes
+# two seconds.
+PRELOAD = [
+    *("torch", "torch._dynamo", "pytest", "distributed", "models"),
+    *("megatron.training.pretrain", "megatron.pretrain_gpt", "megatron.plugins", "megatron.commands.verify"),
+]
 
 
 def run_distributed(function: Callable, processes: int, *arguments: Any, timeout: float = 240) -> list[Any]:
