@@ -50,7 +50,6 @@ from megatron.planner.report import (
 )
 from megatron.planner.search import Plan, SearchResult, make_plan, search, with_automatic_schedules
 from megatron.planner.shape import parse_shape
-from megatron.planner.simulate import Simulator
 from megatron.planner.trace import trace_events
 from megatron.tool import check_output_file, write_output_file
 
@@ -64,7 +63,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_flags(parser, ModelConfig, "model", named)
     line = list(sys.argv[1:] if argv is None else argv)
     given = line.index("--") if "--" in line else len(line)
-    args = vars(parser.parse_args(line[:given]))
+    try:
+        args = vars(parser.parse_args(line[:given]))
+    except InputError as error:
+        if "is not a flag" not in str(error):
+            raise
+        raise InputError(
+            f"{error}; --layout T8P4D8b1 plans given sizes, and flags of a training command come after --"
+        ) from None
     config = make_config(PlanConfig, args)
     if config.calibrate is not None:
         if others := sorted(args.keys() - {"calibrate"}):
@@ -104,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print_notes(config, best, job, cluster)
     if config.longest_seq_length:
         length, layout = longest_of_all(job, cluster)
-        print(f"  longest sample that fits the cluster: {length:,} tokens, in {layout}")
+        print(f"  longest sample that fits the cluster, by memory alone: {length:,} tokens, in {layout}")
     print_changes(best, job, cluster)
     if config.what_if:
 
@@ -141,7 +147,8 @@ def cluster_for_days(config: PlanConfig, job: Job) -> Cluster:
     check_precision(job.fp8_format, sized(1).device)
     cluster, _ = fewest_gpus(job, config.tokens, config.days * 86400, sized)
     print(
-        f"{cluster.devices:,} GPUs are the fewest that train on {config.tokens:.6g} tokens in {config.days:g} days"
+        f"the fewest GPUs that train on {config.tokens / 1e9:,.6g} billion tokens in {config.days:g} days: "
+        f"{cluster.devices:,}"
     )
     return cluster
 
@@ -160,9 +167,10 @@ def print_notes(config: PlanConfig, plan: Plan, job: Job, cluster: Cluster) -> N
         constants = find_constants(gpu)
         band = f"  note    the step's time is +-{constants.band(mixture=mixture):.0%}: "
         if constants.fitted:
+            models, newer = ("mixtures", " or, without any, newer ones") if mixture else ("dense models", "")
             band += (
-                f"the mean error over published runs on GPUs of the generation of {generation(gpu)}, or of mixtures on "
-                "newer ones, that no constant is fitted to (docs/scaling.md)"
+                f"the mean error over published runs of {models} on GPUs of the generation of "
+                f"{generation(gpu)}{newer}, without those that constants are fitted to (docs/scaling.md)"
             )
         else:
             band += (
@@ -170,6 +178,11 @@ def print_notes(config: PlanConfig, plan: Plan, job: Job, cluster: Cluster) -> N
             )
         copies = ", and the speed of copies to host memory is assumed" if plan.layout.uses_host else ""
         print(f"{band}. This program is not measured on GPU clusters{copies}")
+    else:
+        print(
+            "  note    the error is not known for a cluster of your own: time some steps on one node, and change "
+            f"efficiency in {config.cluster} until the prediction agrees (docs/scaling.md)"
+        )
     if config.tokens is not None:
         steps = config.tokens / (job.global_batch_size * job.seq_length)
         hours = steps * plan.step.seconds / 3600
@@ -201,11 +214,11 @@ def plan_given(config: PlanConfig, args: dict[str, Any], command: list[str]) -> 
 
     described = {f.name for f in dataclasses.fields(ModelConfig)} | {
         *("model", "global_batch_size", "seq_length", "fp8_format", "vocab_size", "explain"),
-        *("json", "picture", "days", "layout", "longest_seq_length"),
+        *("days", "layout", "longest_seq_length"),
     }
-    for name in described & set(args):
+    for name in sorted(described & set(args)):
         raise InputError(
-            f"--{name.replace('_', '-')} has no place before --: the command after it says what to plan"
+            f"--{name.replace('_', '-')} has no place before --: the command after it is planned as it is"
         )
     cluster = make_cluster(config)
     flags = [*training_flags(command, cluster.devices), "--dry-run"]
@@ -223,8 +236,7 @@ def plan_given(config: PlanConfig, args: dict[str, Any], command: list[str]) -> 
     if config.what_if:
         given = functools.partial(make_plan, job, layout)
         print(f"\n{what_if(plan, cluster, given, 'in the given layout')}")
-    if config.trace is not None:
-        write_trace(simulator_of(job, layout, cluster), Path(config.trace))
+    write_files(config, SearchResult([plan], layouts=1, timed=1, too_large=0), job, cluster)
 
 
 def training_flags(command: list[str], devices: int) -> list[str]:
@@ -263,16 +275,6 @@ def check_files(config: PlanConfig) -> None:
                 )
 
 
-def write_trace(simulator: Simulator, path: Path) -> None:
-    """Write the file of --trace.
-
-    Raises:
-        InputError: it cannot be written.
-    """
-    trace = {"traceEvents": trace_events(simulator), "displayTimeUnit": "ms"}
-    write_output_file("--trace", path, json.dumps(trace))
-
-
 def write_files(config: PlanConfig, result: SearchResult, job: Job, cluster: Cluster) -> None:
     """Write the files of --json, --trace and --picture.
 
@@ -298,7 +300,8 @@ def write_files(config: PlanConfig, result: SearchResult, job: Job, cluster: Clu
         }
         write_output_file("--json", Path(config.json), json.dumps(record, indent=2) + "\n")
     if config.trace is not None:
-        write_trace(simulator, Path(config.trace))
+        trace = {"traceEvents": trace_events(simulator), "displayTimeUnit": "ms"}
+        write_output_file("--trace", Path(config.trace), json.dumps(trace))
     if config.picture is not None:
         write_picture(simulator, Path(config.picture))
 

@@ -176,7 +176,19 @@ def layers_keep(job: Job, layout: Layout, element: int, stage: int, chunk: int, 
     """Bytes that the layers of a chunk keep of a microbatch, on the device and in host memory."""
     dense, experts = layout.layers(job)[stage][chunk]
     of_layer = functools.partial(layer_activations, job, layout, element, program, recompute=layout.recompute)
+    if layout.recompute == "full":
+        return len(recomputed_groups(job, layout, stage, chunk)) * of_layer()
     return dense * of_layer() + (experts * of_layer(has_experts=True) if experts else 0.0)
+
+
+def recomputed_groups(job: Job, layout: Layout, stage: int, chunk: int) -> list[int]:
+    """Numbers of layers of a chunk that full recomputation recomputes at a time, first to last.
+
+    Layers of multi-token prediction are recomputed one at a time.
+    """
+    alone = job.model.mtp_num_layers if layout.is_last(stage, chunk) else 0
+    whole, rest = divmod(sum(layout.layers(job)[stage][chunk]) - alone, layout.recompute_layers)
+    return [layout.recompute_layers] * whole + [rest] * (rest > 0) + [1] * alone
 
 
 def leaving_activations(

@@ -24,6 +24,7 @@ from megatron.planner.cluster import (
     host_from_data_sheet,
 )
 from megatron.planner.device_specs import data_sheet
+from megatron.planner.profiles import find_constants
 from megatron.settings_file import read_settings
 
 # Units by kind of quantity.
@@ -140,6 +141,9 @@ def _cluster(file: _Section) -> Cluster:
     if domain % per_node:
         raise InputError(f"nvlink-domain: {domain} devices are not whole nodes of {per_node}")
     device = _device(file)
+    # A GPU of the table reaches what --gpu takes for it.
+    named = isinstance(file.values["device"], str)
+    usual = find_constants(device.name).efficiency if named else DATA_SHEET_EFFICIENCY
     cluster = Cluster(
         device=device,
         devices=nodes * per_node,
@@ -147,7 +151,7 @@ def _cluster(file: _Section) -> Cluster:
         link=_link(file.section("link"), "3.4 us"),
         # A single node needs no network.
         network=_link(file.section("network", {"bandwidth": "1 GB/s"} if nodes == 1 else None), "9.6 us"),
-        efficiency=_efficiency(file.section("efficiency", {})),
+        efficiency=_efficiency(file.section("efficiency", {}), usual),
         nvlink_domain=None if domain == per_node else domain,
         host=_host(file.section("host", {}), host_from_data_sheet(device.name)),
     )
@@ -197,10 +201,10 @@ def _host(fields: _Section, default: Host) -> Host:
     return dataclasses.replace(default, **given)
 
 
-def _efficiency(fields: _Section) -> Efficiency:
-    default = DATA_SHEET_EFFICIENCY
+def _efficiency(fields: _Section, default: Efficiency) -> Efficiency:
+    """Shares of the peaks, by default those of `default`; `network` by default the given `link`."""
     shares = {name: fields.share(name, getattr(default, name)) for name in SHARES if name != "network"}
-    network = fields.share("network", shares["link"])
+    network = fields.share("network", shares["link"] if "link" in fields.values else default.network)
     ratios = {name: fields.positive(name, getattr(default, name)) for name in RATIOS}
     launch = fields.quantity("launch", "time", f"{1e6 * default.launch:g} us")
     fields.end()

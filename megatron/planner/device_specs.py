@@ -163,6 +163,10 @@ ALIASES = {
     "a100": "a100-80gb",
     "h100": "h100-80gb",
     "h200": "h200-141gb",
+    "h800": "h800-80gb",
+    "h20": "h20-96gb",
+    "a800": "a800-80gb",
+    "gh200": "gh200-96gb",
     "b200": "b200-180gb",
     "gb200": "gb200-186gb",
     "b300": "b300-288gb",
@@ -201,17 +205,23 @@ def host_memory(name: str) -> tuple[float, float] | tuple[None, None]:
 
 
 def data_sheet(name: str, *, where: str) -> DataSheet:
-    """Find a GPU by the planner's name.
+    """Find a GPU by the planner's name; hyphens, capitals, the maker and the socket (SXM) do not matter.
 
     Raises:
         InputError: there is none of that name; `where` names the flag or file that gave it.
     """
-    wanted = ALIASES.get(name.lower(), name.lower())
+    wanted = _simplified(name)
+    wanted = ALIASES.get(wanted, wanted)
     for sheet in DATA_SHEETS:
-        if sheet.name == wanted:
+        if _simplified(sheet.name) == _simplified(wanted):
             return sheet
     known = ", ".join(sheet.name for sheet in DATA_SHEETS)
     raise InputError(
         f"{where}: {name!r} is not a known GPU; known are {known}; describe another in a file for --cluster "
         "(docs/scaling.md)"
     )
+
+
+def _simplified(name: str) -> str:
+    """A name without what does not distinguish GPUs: "NVIDIA H100 80GB HBM3" becomes "h10080gb"."""
+    return re.sub(r"nvidia|geforce|tesla|sxm\d?|hbm\d?e?|[-_ ]", "", name.lower())

@@ -50,6 +50,7 @@ def given_run(config: RunConfig, devices: int) -> tuple[Job, Layout]:
         division=None if balanced else _division(config),
         micro_batch_size=training.micro_batch_size,
         recompute=parallel.recompute_granularity or "none",
+        recompute_layers=parallel.recompute_num_layers or 1,
         sequence_parallel=parallel.sequence_parallel,
         distributed_optimizer=parallel.use_distributed_optimizer,
         overlap_grad_reduce=parallel.overlap_grad_reduce,

@@ -33,7 +33,8 @@ class Layout:
         in_flight: microbatches that a stage may hold with the schedule auto; None for the number of stages.
         balanced: stages of equal work (--pipeline-model-parallel-layout auto), not of equal numbers of layers.
         division: layers of each part of the model, first to last; None for equal numbers.
-        recompute: "none", "selective" (attention) or "full" (whole layers, one at a time).
+        recompute: "none", "selective" (attention) or "full" (whole layers).
+        recompute_layers: with "full", consecutive layers of a chunk that are recomputed at a time.
         sharded_gradients: ranks hold a part of the gradients, and reduce those of a layer after each microbatch
             (ZeRO-2).
         sharded_parameters: ranks hold a part of the parameters and gradients, too, and gather a layer when they need it
@@ -60,6 +61,7 @@ class Layout:
     division: tuple[int, ...] | None = None
     micro_batch_size: int = 1
     recompute: str = "none"
+    recompute_layers: int = 1
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
     overlap_grad_reduce: bool = False
@@ -232,6 +234,8 @@ class Layout:
             flags.append("--overlap-grad-reduce")
         if self.recompute != "none":
             flags.append(f"--recompute-granularity {self.recompute}")
+        if self.recompute == "full" and self.recompute_layers > 1:
+            flags.append(f"--recompute-num-layers {self.recompute_layers}")
         flags += self._host_flags()
         flags += ["--enable-optimizer-post-validation"] * self.post_validation
         flags += [
@@ -284,7 +288,11 @@ class Layout:
             parts += ["distributed optimizer"] * self.distributed_optimizer
         if self.instances > 1:
             parts.append(f"{self.instances} instances")
-        parts += [f"{self.recompute} recomputation"] * (self.recompute != "none")
+        if self.recompute != "none":
+            several = self.recompute == "full" and self.recompute_layers > 1
+            parts.append(
+                f"{self.recompute} recomputation" + f" of {self.recompute_layers} layers at a time" * several
+            )
         parts += ["optimizer in host memory"] * self.offload_optimizer
         if self.offload_layers != 0:
             layers = "all layers" if self.offload_layers is None else f"{self.offload_layers} layers"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 
 from megatron.parallel.schedules import BackwardWeight
@@ -19,6 +20,7 @@ from megatron.planner.activations import (
     leaving_activations,
     loss_working,
     recomputed_experts,
+    recomputed_groups,
     ring_working,
     transfer_buffers,
     waiting_bytes,
@@ -158,29 +160,44 @@ def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program
             working = max(
                 backward_of_a_layer(job, layout, element), ring_working(job, layout, element, program)
             )
-    if layout.recompute == "full":  # the layer being recomputed, whose input is kept
-        working += of_layer(recompute="none", has_experts=experts > 0) - of_layer(recompute="full")
+    chunks = range(layout.chunks)
+    groups = [1]
+    if layout.recompute == "full":
+        groups = max((recomputed_groups(job, layout, stage, chunk) for chunk in chunks), key=sum) or [1]
+
+    def again(layers: int) -> float:
+        """Bytes of layers that are recomputed at a time, of which the first one's input is kept."""
+        if layout.recompute != "full":
+            return 0.0
+        routed = math.ceil(layers * experts / max(1, sum(map(sum, layout.layers(job)[stage]))))
+        whole = routed * of_layer(recompute="none", has_experts=True) if routed else 0.0
+        return whole + (layers - routed) * of_layer(recompute="none") - of_layer(recompute="full")
+
     tokens = layout.tokens(job)
     hidden = tokens * job.model.hidden_size / (layout.tensor if layout.sequence_parallel else 1)
     if stage == 0 and job.model.hidden_dropout:  # the embeddings' dropout masks (2205.05198 section 4.3)
         activations += first * hidden
-    chunks = range(layout.chunks)
     leaving = [leaving_activations(job, layout, element, stage, chunk, program) for chunk in chunks]
-    held, in_layer = 0.0, working
+    held, in_layer = 0.0, working + again(max(groups))
     if any(leaving):
         stay = [chunk_activations(job, layout, element, stage, chunk, program) for chunk in chunks]
         offloaded = offloaded_activations(job, layout, stage, stay, leaving)
         held = offloaded.host
         activations += offloaded.forward - kept
         working += offloaded.backward - offloaded.forward
-    units = sharded_units(job, layout, stage, element, program)
+    # Backward begins with the last group. When it comes to the first of the largest others, later ones are freed.
+    mtp = job.model.mtp_num_layers * hidden * (job.residual_element(element) + 5 * element)
+    last_group, largest_group = groups[-1], max(groups[:-1], default=1)
+    later = groups[:-1][::-1].index(largest_group) + 1 if len(groups) > 1 else 1
+    mtp_is_freed = stage == layout.last_stage and largest_group > 1
+    units = sharded_units(job, layout, stage, element, program, (last_group, largest_group))
     layer = of_layer(recompute=layout.recompute, has_experts=experts > 0)
     microbatch = sum(
         chunk_activations(job, layout, element, stage, chunk, program) for chunk in range(layout.chunks)
     )
     working = max(
-        working + units.first_backward,
-        working + units.backward - layer,
+        working + again(last_group) + units.first_backward,
+        working + again(largest_group) + units.backward - later * layer - mtp * mtp_is_freed,
         units.forward - microbatch,
         units.end_of_forward,
     )
@@ -192,7 +209,7 @@ def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program
         activations += of_norm * (last - 1)
         # Multi-token prediction: the embedding, both norms' outputs joined, the final norm's input and output, and
         # the gradient of that output.
-        activations += job.model.mtp_num_layers * hidden * (residual + 5 * element)
+        activations += mtp
         # The loss comes before backward of the layers.
         in_loss = loss_working(job, layout, element, program) + units.loss
         working = max(working, of_norm + in_loss, of_norm + units.after_loss)

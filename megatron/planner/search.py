@@ -228,7 +228,9 @@ def _nothing_fits(job: Job, cluster: Cluster, too_large: int) -> str:
             f"choose {nearest} samples, or another number of devices"
         )
     usable = usable_memory(cluster) / 1e9
-    reason = f"no layout fits this model on {devices} {cluster.device.name} with {usable:.3g} GB each"
+    reason = (
+        f"no layout fits this model on {devices} {cluster.device.name} with {usable:.3g} GB usable on each"
+    )
     if cluster.host.memory is not None:
         reason += f" and {USABLE_HOST * cluster.host.memory / 1e9:.3g} GB of host memory"
     if smallest is None:

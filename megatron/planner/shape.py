@@ -13,14 +13,14 @@ from megatron.planner.memory import fits, usable_memory
 from megatron.planner.our_program import memory_of
 from megatron.planner.space import can_tensor_parallel, divides_experts, offloaded, schedules, variants
 
-# Letters of the axes, chunks per stage and microbatch size, with the fields of `Layout`.
+# Letters of the axes, chunks per stage and microbatch size, with the fields of `Layout`. Capitals are the same.
 LETTERS = {
-    "T": "tensor",
-    "C": "context",
-    "P": "pipeline",
-    "D": "data",
-    "E": "expert",
-    "V": "chunks",
+    "t": "tensor",
+    "c": "context",
+    "p": "pipeline",
+    "d": "data",
+    "e": "expert",
+    "v": "chunks",
     "b": "micro_batch_size",
 }
 
@@ -31,10 +31,10 @@ def parse_sizes(text: str) -> dict[str, Any]:
     Raises:
         InputError: the text is no layout.
     """
-    found = re.findall(r"([A-Za-z])(\d{1,6})", text)
+    found = re.findall(r"([a-z])(\d{1,6})", text.lower())
     sizes = {LETTERS[letter]: int(size) for letter, size in found if letter in LETTERS}
     whole = "".join(f"{letter}{size}" for letter, size in found)
-    if whole != text.replace(" ", "") or len(sizes) < len(found) or not sizes or 0 in sizes.values():
+    if whole != text.lower().replace(" ", "") or len(sizes) < len(found) or not sizes or 0 in sizes.values():
         raise InputError(
             f"--layout: {text} is not a layout such as T8P8D4V12b1: tensor-, context- (C), pipeline-, data- and "
             "expert-parallel (E) sizes, chunks of a stage and microbatch size, each at most once"

@@ -30,12 +30,23 @@ class UnitMemory:
     after_loss: float = 0.0
 
 
-def sharded_units(job: Job, layout: Layout, stage: int, element: int, program: Program) -> UnitMemory:
+def sharded_units(
+    job: Job,
+    layout: Layout,
+    stage: int,
+    element: int,
+    program: Program,
+    at_a_time: tuple[int, int] = (1, 1),
+) -> UnitMemory:
     """Whole gradients and parameters of ranks that shard them.
 
     The units are those of docs/parallelism.md. Backward has a layer's gradients and parameters, and where exchanges
     overlap the parameters of the next layer and the gradients of the one before, until they are reduced. The output
     layer is in use from the loss to its gradient, or to the end of backward if the embedding shares its table.
+
+    Args:
+        at_a_time: layers that are recomputed at a time, and so have their parameters: those with which backward begins,
+            and the most of those that come later.
     """
     if layout.shards == 1 or not (layout.sharded_gradients or layout.sharded_parameters):
         return UnitMemory()
@@ -55,8 +66,11 @@ def sharded_units(job: Job, layout: Layout, stage: int, element: int, program: P
     # The next layer's parameters are gathered ahead, if there is one in the chunk.
     layers = max(sum(numbers) for numbers in layout.layers(job)[stage])
     ahead, further_ahead = (overlap and layers > n for n in (1, 2))
-    of_layer = layer * (program.gradient + (1 + ahead) * weight)
-    of_another = layer * (program.gradient * (1 + overlap) + (1 + further_ahead) * weight)
+    gathered, gathered_later = (
+        max(n, 1 + more) for n, more in zip(at_a_time, (ahead, further_ahead), strict=True)
+    )
+    of_layer = layer * (program.gradient + gathered * weight)
+    of_another = layer * (program.gradient * (1 + overlap) + gathered_later * weight)
     reduced = program.gradient * before * overlap
     in_loss = ends * (weight + program.gradient) + reduced
     # The output layer's gradient is complete before backward of the layers, and its parameters are freed; but layers of

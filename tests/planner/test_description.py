@@ -10,6 +10,8 @@ from published import cluster
 
 from megatron.errors import InputError
 from megatron.planner.description import describe, quantity, read_cluster
+from megatron.planner.device_specs import DATA_SHEETS
+from megatron.planner.profiles import find_constants
 
 FILE = """
 device: a100-80gb
@@ -28,9 +30,17 @@ def read(folder: Path, text: str):
 
 def test_a_file_equals_the_table(tmp_path: Path):
     machine, table = read(tmp_path, FILE), cluster(32)
-    assert (machine.device, machine.nodes, machine.efficiency) == (table.device, 4, table.efficiency)
+    assert (machine.device, machine.nodes) == (table.device, 4)
     for ours, theirs in ((machine.link, table.link), (machine.network, table.network)):
         assert vars(ours) == pytest.approx(vars(theirs))
+
+
+@pytest.mark.parametrize("name", [sheet.name for sheet in DATA_SHEETS])
+def test_a_gpu_of_the_table_reaches_what_it_does_without_a_file(tmp_path: Path, name: str):
+    usual = find_constants(name).efficiency
+    assert read(tmp_path, FILE.replace("a100-80gb", name)).efficiency == usual
+    some = read(tmp_path, FILE.replace("a100-80gb", name) + "efficiency: {matmul: 0.5, link: 0.4}\n")
+    assert some.efficiency == dataclasses.replace(usual, matmul=0.5, link=0.4, network=0.4)
 
 
 def test_round_trip(tmp_path: Path):

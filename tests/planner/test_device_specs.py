@@ -66,6 +66,11 @@ def test_an_unknown_name_lists_the_known_ones():
 
 def test_a_short_name_is_the_usual_form():
     assert data_sheet("H100", where="--gpu").name == "h100-80gb"
+    for name, known in (
+        ("H100 SXM", "h100-80gb"), ("NVIDIA A100-SXM4-40GB", "a100-40gb"), ("NVIDIA H100 80GB HBM3", "h100-80gb"),
+        ("RTX4090", "rtx-4090"), ("H800", "h800-80gb"), ("GH200", "gh200-96gb"), ("h100 pcie", "h100-pcie"),
+    ):  # fmt: skip
+        assert data_sheet(name, where="--gpu").name == known
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,9 @@ def test_a_model_that_fits_nowhere_names_the_smallest_cluster():
     with pytest.raises(InputError) as error:
         found(gpt, cluster(2))
     message = str(error.value)
-    assert "on 2 a100-80gb with 79 GB each and 225 GB of host memory; the smallest cluster" in message
+    assert (
+        "on 2 a100-80gb with 79 GB usable on each and 225 GB of host memory; the smallest cluster" in message
+    )
     smallest = int(re.search(r"the smallest cluster that fits it has ([\d]+) of them", message)[1])
     assert found(gpt, cluster(smallest)).plans
     assert smallest == 4

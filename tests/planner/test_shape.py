@@ -16,10 +16,11 @@ def test_sizes_of_a_layout() -> None:
     sizes = parse_sizes("T8P8D4V12b1")
     assert Layout(**sizes) == Layout(tensor=8, pipeline=8, data=4, chunks=12)
     assert given_devices("T8P8D4V12b1") == 256 and given_devices("T8 P8") is None
+    assert parse_sizes("t8p8d4v12B1") == sizes
     assert parse_sizes("T2 C4 E8 b2") == {"tensor": 2, "context": 4, "expert": 8, "micro_batch_size": 2}
 
 
-@pytest.mark.parametrize("text", ["", "8", "T", "T8T4", "T8x2", "t8", "T0", "T8-P8"])
+@pytest.mark.parametrize("text", ["", "8", "T", "T8T4", "T8x2", "x8", "T0", "T8-P8"])
 def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(InputError, match=r"is not a layout such as T8P8D4V12b1"):
         parse_sizes(text)

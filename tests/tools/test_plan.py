@@ -103,11 +103,12 @@ def test_a_cluster_file(plan, tmp_path: Path):
     assert "2 laptop (one node, fp32)" in out
     assert "--nproc-per-node 2 --nnodes 1 \\" in out
     assert "--bf16" not in out
+    assert "the error is not known for a cluster of your own" in out
 
 
 def test_questions_are_answered(plan):
     out = plan(f"{SMALL} --gpus 16 --what-if --longest-seq-length")
-    assert re.search(r"longest sample that fits the cluster: [\d,]+ tokens, in T\d", out)
+    assert re.search(r"longest sample that fits the cluster, by memory alone: [\d,]+ tokens, in T\d", out)
     assert re.search(
         r"in this layout samples of up to [\d,]+ tokens fit, or microbatches of up to [\d,]+ samples? of 512 tokens",
         out,
@@ -115,7 +116,7 @@ def test_questions_are_answered(plan):
     for words in ("network", "links within a node", "memory", "matrix products"):
         assert re.search(rf"  {words} twice as \w+ +(no faster|[\d.]+% faster)", out)
     out = plan(f"{SMALL} --tokens 1e11 --days 2")
-    assert re.match(r"\d+ GPUs are the fewest that train on 1e\+11 tokens in 2 days", out)
+    assert re.match(r"the fewest GPUs that train on 100 billion tokens in 2 days: \d+\n", out)
     assert 1 < float(re.search(r" steps: ([\d.]+) days", out)[1]) <= 2
 
 
@@ -169,6 +170,10 @@ def test_a_plan_with_fp8(plan):
             "--gpus or --cluster, or D in --layout T2P8V2, is required without --model",
         ),
         (f"{SMALL} --layout T3P2D2", "--layout T3P2D2: 12 a100-80gb do not fill nodes of 8; choose 8 or 16"),
+        (
+            "--model 175b --micro-batch-size 4",
+            "--micro-batch-size is not a flag .*; --layout T8P4D8b1 plans given",
+        ),
         ("--calibrate x.yaml --gpus 8", "--calibrate: measures this machine alone; leave out --gpus"),
         (f"--calibrate {ROOT}", "--calibrate: .* cannot be written: it is a directory"),
     ],
@@ -216,8 +221,17 @@ LLAMA_70B = (
 )
 
 
-def test_the_layout_of_a_command_is_predicted(plan):
-    out = plan(f"--gpu h100 --gpus 1024 --tokens 1e12 --gpu-hour-price 2 -- pretrain_gpt.py {LLAMA_70B}")
+def test_the_layout_of_a_command_is_predicted(plan, tmp_path: Path):
+    files = (
+        f"--json {tmp_path / 'plan.json'} --trace {tmp_path / 'trace.json'} --picture {tmp_path / 'a.svg'}"
+    )
+    out = plan(
+        f"--gpu h100 --gpus 1024 --tokens 1e12 --gpu-hour-price 2 {files} -- pretrain_gpt.py {LLAMA_70B}"
+    )
+    (found,) = json.loads((tmp_path / "plan.json").read_text())["plans"]
+    assert (found["layout"]["tensor"], found["layout"]["pipeline"], found["layout"]["chunks"]) == (4, 8, 5)
+    assert len({e["pid"] for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}) == 8
+    assert (tmp_path / "a.svg").read_text().count(">stage ") == 8
     assert out.startswith("given layout: 70.55 billion parameters on 1,024 h100-80gb")
     assert "T4 P8 D32, V5, microbatch 1, sequence parallel, distributed optimizer" in out
     assert "at $2 for a GPU-hour" in out and "Single changes" in out
