@@ -220,8 +220,22 @@ def plan_given(config: PlanConfig, args: dict[str, Any], command: list[str]) -> 
         raise InputError(
             f"--{name.replace('_', '-')} has no place before --: the command after it is planned as it is"
         )
+    if not command:
+        raise InputError("--: the training command to plan, or its flags, is required after it")
+    flags, processes = training_flags(command)
+    if config.cluster is None:
+        if config.gpus is None and processes is None:
+            raise InputError(
+                "--gpus, --cluster, or the number of processes in a torchrun command, is required"
+            )
+        config = dataclasses.replace(config, gpus=config.gpus or processes)
     cluster = make_cluster(config)
-    flags = [*training_flags(command, cluster.devices), "--dry-run"]
+    if processes not in (None, cluster.devices):
+        raise InputError(
+            f"-- {command[0]}: starts {processes} processes, and the cluster has {cluster.devices} devices; make them "
+            "equal"
+        )
+    flags.append("--dry-run")
     run = parse_run_config([*flags, "--world-size", str(cluster.devices)], description="", defaults=DEFAULTS)
     job, layout = given_run(run, cluster.devices)
     check_precision(job.fp8_format, cluster.device)
@@ -239,24 +253,20 @@ def plan_given(config: PlanConfig, args: dict[str, Any], command: list[str]) -> 
     write_files(config, SearchResult([plan], layouts=1, timed=1, too_large=0), job, cluster)
 
 
-def training_flags(command: list[str], devices: int) -> list[str]:
-    """Flags of pretrain_gpt.py in a command, which may be those flags alone.
+def training_flags(command: list[str]) -> tuple[list[str], int | None]:
+    """Flags of pretrain_gpt.py in a command, which may be those flags alone, and its number of processes if it says so.
 
     Raises:
-        InputError: it starts another program, or another number of processes than there are devices.
+        InputError: it starts another program.
     """
     from megatron.commands.verify import parse_command
 
-    if not command or command[0].startswith("-"):
-        return command
+    if command[0].startswith("-"):
+        return list(command), None
     script, processes, flags = parse_command(command)
     if script != "pretrain_gpt":
         raise InputError(f"-- {script}.py: only commands of pretrain_gpt.py are planned")
-    if processes not in (None, devices):
-        raise InputError(
-            f"-- {command[0]}: starts {processes} processes, and the cluster has {devices} devices; make them equal"
-        )
-    return flags
+    return flags, processes
 
 
 def check_files(config: PlanConfig) -> None:

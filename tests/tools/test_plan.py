@@ -263,7 +263,8 @@ def test_single_changes_change_something(plan):
     )
     for overlap in ("--overlap-grad-reduce", ""):
         flags = command.replace("--overlap-grad-reduce", overlap)
-        out = plan(f"--gpu h100 --gpus 64 -- torchrun --nnodes 8 --nproc-per-node 8 pretrain_gpt.py {flags}")
+        # The command says how many GPUs there are.
+        out = plan(f"--gpu h100 -- torchrun --nnodes 8 --nproc-per-node 8 pretrain_gpt.py {flags}")
         assert "usable; it does not fit: " in out and " GB too many" in out
         changes = out.split("Single changes to it:\n")[1]
         assert not re.search("schedule|stages|interleaving|  distributed optimizer|no recomputation", changes)
@@ -329,6 +330,11 @@ def test_single_changes_keep_the_rest(plan, stages: str, even: str):
             "-- torchrun: starts 512 processes, and the cluster has 1024 devices; make them equal",
         ),
         ("--gpus 1024 -- {} --no-such-flag", "--no-such-flag is not a flag"),
+        ("--gpu h100 --", "--: the training command to plan, or its flags, is required"),
+        (
+            "--gpu h100 -- {}",
+            "--gpus, --cluster, or the number of processes in a torchrun command, is required",
+        ),
         ("--model 175b --gpu-watts 700", "--gpu-watts needs --tokens"),
         ("--model 175b --days 7", "--days needs --tokens"),
         ("--model 175b --days 7 --tokens 1e9 --gpus 8", "--days: finds the number of GPUs"),
