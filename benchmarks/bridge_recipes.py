@@ -15,6 +15,9 @@ from megatron.planner.programs import MEGATRON_CORE
 # Accesses of an operand of NVFP4 products in forward and in backward together are twice this: read for its largest
 # element, then read and written in two layouts of half a byte and a 16th for scales (2509.25149 section 4).
 NVFP4_CAST = 1.3
+# The same of MXFP8 products, written in two layouts of a byte and a 32nd: 0.5 more than with a scale for each tensor,
+# for which Blackwell's tensor cores read one layout in either direction.
+MXFP8_CAST = 1.0
 # Share of tensor-parallel communication beside products with torchtitan's asynchronous tensor parallelism: as with
 # Transformer Engine's.
 ASYNC_TP = MEGATRON_CORE.tensor_overlap
@@ -86,8 +89,13 @@ def properties(row: dict[str, Any]) -> dict[str, Any]:
         return found
     if "save_qkv_proj" in row["recompute"]:  # a policy of MaxText
         return {"keeps_queries": True}
+    casts: dict[str, Any] = {}
+    if "FP4" in row["precision"]:
+        casts = {"fp8_cast": NVFP4_CAST}
+    elif row["precision"].startswith(("MX", "FP8-MX")):
+        casts = {"fp8_cast": MXFP8_CAST}
     if row["model"]["kind"] == "dense":
-        return {"fp8_cast": NVFP4_CAST} if "FP4" in row["precision"] else {}
+        return casts
     if row["program"].startswith("NeMo AutoModel"):
         # Its table names DeepEP, its settings fake_balanced_gate; the router's weights are within the activation
         # (components/moe/layers.py and experts.py).

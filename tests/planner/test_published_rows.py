@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron.model.config import ModelConfig
@@ -28,6 +29,7 @@ from megatron.planner.simulate import Simulator
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+from predict_row import predict  # noqa: E402
 from published_rows import fp8_format, read_rows  # noqa: E402
 
 sys.path.pop(0)  # the module `planner` there would hide the folder of these tests
@@ -108,7 +110,7 @@ def test_errors_over_published_runs_do_not_grow(command: Callable) -> None:
     means = {
         name: float(value) for name, value in re.findall(r"(dense|mixtures|not fitted) ([\d.]+)% \(", out)
     }
-    assert means["dense"] < 4.85 and means["mixtures"] < 9.15 and means["not fitted"] < 6.45
+    assert means["dense"] < 4.85 and means["mixtures"] < 9.05 and means["not fitted"] < 6.45
     verdicts = re.search(r"memory verdicts ([\d.]+)% right", out)
     assert verdicts and float(verdicts[1]) > 97.3
 
@@ -119,9 +121,30 @@ def test_errors_over_other_rows_of_the_same_documents_do_not_grow(command: Calla
     out = command("benchmarks/planner.py", "--rows", path, "--limit", "5.85").stdout
     assert "457 of 457 rows expressed" in out and "nan" not in out
     means = dict(re.findall(r"(dense|mixtures) ([\d.]+)% \(", out))
-    assert float(means["dense"]) < 4.75 and float(means["mixtures"]) < 9.75
+    assert float(means["dense"]) < 4.75 and float(means["mixtures"]) < 9.65
     verdicts = re.search(r"memory verdicts ([\d.]+)% right", out)
     assert verdicts and float(verdicts[1]) > 96.8
+
+
+def ranks(values: list[float]) -> list[int]:
+    return [sorted(values).index(value) for value in values]
+
+
+@needs_rows
+def test_layouts_of_bloom_are_in_the_published_order() -> None:
+    """Eleven layouts of 72 layers that its chronicle has on one day."""
+    rows = [row for row in read_rows(FILES[0]) if not isinstance(row, str) and "bloom-0225" in row.name]
+    rows = [row for row in rows if row.seconds is not None]
+    published, predicted = (ranks(x) for x in ([r.seconds for r in rows], [predict(r)[1] for r in rows]))
+    assert len(rows) == 11 and np.corrcoef(published, predicted)[0, 1] > 0.9
+
+
+@pytest.mark.slow
+def test_errors_over_other_rows_of_the_chronicle_do_not_grow(command: Callable) -> None:
+    out = command(
+        "benchmarks/planner.py", "--rows", "benchmarks/published/bloom.jsonl", "--limit", "4.35"
+    ).stdout
+    assert "92 of 92 rows expressed" in out and "memory verdicts 96.7% right" in out
 
 
 def without(row: dict, path: tuple[str, ...]) -> dict:
@@ -278,7 +301,8 @@ def test_constants_are_shares_and_fitted_to_five_rows_of_a_generation() -> None:
     for (_, kind), constants in CONSTANTS.items():
         rows.setdefault(kind, set()).update(constants.fitted)
         for name in ("matmul", "memory", "link", "network", "attention"):
-            assert 0.24 < getattr(constants.efficiency, name) <= 1
+            # The network of BLOOM's cluster is the lowest: 0.10 in a test of all-reduces.
+            assert 0.2 < getattr(constants.efficiency, name) <= 1
         assert constants.efficiency.launch == START.launch
     assert all(len(names) <= 5 for names in rows.values())
 
