@@ -104,15 +104,12 @@ class AttentionCosts(Operations):
             return joins + ForwardBackward(
                 Cost(context_parallel=gather), Cost(context_parallel=gather + reduce)
             )
-        sums = cluster.shift(4 / element * size, group)  # of gradients, in fp32
-        keys, attention = cluster.shift(size, group), self.attention
-        costs: list[Cost] = []
-        for seconds, compute in ((keys, attention.forward.total), (keys + sums, attention.backward.total)):
-            hidden = min(seconds, compute / layout.context)
-            exposed = seconds - (1 - cluster.efficiency.beside) * hidden
-            costs.append(Cost(context_parallel=steps * exposed))
-        last = Cost(context_parallel=sums)  # back to the rank of the keys
-        return joins + ForwardBackward(costs[0], costs[1] + last)
+        # Sums of gradients, in fp32, return to the rank of the keys.
+        keys, sums, empty = (cluster.shift(x, group) for x in (size, 4 / element * size, 0))
+        attention = self.attention
+        ahead = steps * cluster.exposed(keys, empty, attention.forward.total / layout.context)
+        back = steps * cluster.exposed(keys + sums, 2 * empty, attention.backward.total / layout.context)
+        return joins + ForwardBackward(Cost(context_parallel=ahead), Cost(context_parallel=back + sums))
 
     def _joins(self, q: float, kv: float) -> ForwardBackward:
         """Copies and sums around the kernels of a rank that meets the keys of one rank after the other.

@@ -43,7 +43,7 @@ from megatron.parallel.collectives import (
 )
 from megatron.parallel.mesh import Axis
 from megatron.planner.calibrate_context import ring_kernels, with_ring
-from megatron.planner.calibrate_model import VOCAB_SIZE, build_model, checked, make_job, microbatch
+from megatron.planner.calibrate_model import VOCAB_SIZE, build_model, checked, forward, make_job, microbatch
 from megatron.planner.cluster import Cluster, Device, Efficiency, Link
 from megatron.planner.description import describe
 from megatron.planner.layout import Layout
@@ -76,6 +76,8 @@ JOBS = {
     "launch": make_job(2, 64, 1, 16),
     "expert": make_job(1, 768, 12, 256, **MIXTURE),
 }
+# Its forward pass is about as long as the computation between two collectives of a model that a CPU trains.
+BEFORE = make_job(1, 512, 8, 64)
 # A larger model, to compare the result with.
 CHECKED = make_job(4, 512, 8, 256)
 FIT_STEPS = 250  # enough for the constants to converge
@@ -233,7 +235,7 @@ def _measure(rank: int, processes: int, folder: str, dtype: torch.dtype, rounds:
 
 
 def _communicates(name: str) -> bool:
-    """True for a measurement of collectives, also for that of the product before each."""
+    """True for a measurement of collectives, also for that of the pass before each."""
     return name == "before" or name.split()[0] in COLLECTIVES
 
 
@@ -307,15 +309,17 @@ def _models(ops: Ops, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
 def _communication(
     ops: Ops, dtype: torch.dtype, rank: int, processes: int
 ) -> dict[str, Callable[[], object]]:
-    """Each of `COLLECTIVES` after a matrix product, so that waiting for slower processes counts, and that product.
+    """Each of `COLLECTIVES` after a forward pass of `BEFORE`, and that pass alone.
 
-    Also the kernels of ring attention, whose inputs are not in the caches after a product.
+    So waiting for slower processes counts, and what communication takes from the computation that follows: its data
+    leave the caches. Also the kernels of ring attention, whose inputs are not in the caches after such a pass.
     """
-    x, weight = torch.randn(TOKENS, HIDDEN, dtype=dtype), torch.randn(HIDDEN, HIDDEN, dtype=dtype)
-    axis = Axis(rank, processes)
+    model, _ = build_model(BEFORE, ops, CPU, dtype)
+    tokens, axis = torch.randint(VOCAB_SIZE, (1, BEFORE.seq_length)), Axis(rank, processes)
 
+    @torch.no_grad()
     def run(communicate: Callable[[], object] | None) -> None:
-        ops.matmul(x, weight, None)
+        forward(model, tokens)
         if communicate is not None:
             communicate()
 

@@ -42,10 +42,15 @@ def build_model(job: Job, ops: Ops, device: torch.device, dtype: torch.dtype) ->
     return model, buffer
 
 
+def forward(model: GPTModel, tokens: Tensor) -> Tensor:
+    """Run a microbatch forward and return its losses."""
+    positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+    return model(tokens, positions, labels_bs=tokens)
+
+
 def microbatch(model: GPTModel, tokens: Tensor) -> None:
     """Run a microbatch forward and backward."""
-    positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
-    model(tokens, positions, labels_bs=tokens).sum().backward()
+    forward(model, tokens).sum().backward()
 
 
 def checked(measured: float, predicted: float) -> str:

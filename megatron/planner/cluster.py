@@ -253,6 +253,15 @@ class Cluster:
         """Seconds to send `size` bytes to the next rank of a group."""
         return self._neighbor(size, group) / self.efficiency.send
 
+    def exposed(self, seconds: float, latency: float, compute: float) -> float:
+        """Seconds that communication adds to so many seconds of computation beside it.
+
+        Computation loses a share of the time beside it, `Efficiency.beside`, but not while messages are under way:
+        `latency` is the time of this communication without data.
+        """
+        hidden = min(seconds, compute)
+        return seconds - hidden + self.efficiency.beside * max(0.0, hidden - latency)
+
     def shift(self, size: float, group: Group) -> float:
         """Seconds for each rank of a group to send `size` bytes to the next one, and to receive as many."""
         return self._neighbor(size, group) / self.efficiency.shift

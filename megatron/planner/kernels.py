@@ -87,11 +87,13 @@ class Kernels(AttentionCosts):
         """A dense MLP that tensor-parallel ranks share."""
         model, n, ffn = self.job.model, self.tokens, ffn_hidden_size / self.layout.tensor
         fc1 = ffn * (2 if model.gated else 1)
+        column_parallel = self.layer_linear(n, model.hidden_size, fc1)
         return (
-            self.layer_linear(n, model.hidden_size, fc1)
+            column_parallel
             + self.layer_linear(n, ffn, model.hidden_size)
             + self.elementwise(n * (fc1 + ffn) / 2, self.program.mlp)
-            + self.tensor_parallel(plain=(2, 2), sequence_parallel=(1, 2), scatters=(1, 1))
+            + self.row_parallel
+            + self.column_parallel(column_parallel)
         )
 
     @property
@@ -193,25 +195,48 @@ class Kernels(AttentionCosts):
         """Linear layers of attention, and their communication."""
         model, t = self.job.model, self.layout.tensor
         *before, (inputs, h, _) = attention_linears(model, t)
-        total = self.layer_linear(self.tokens, inputs / t, h)
+        total = self.layer_linear(self.tokens, inputs / t, h) + self.row_parallel
         again = model.multi_latent_attention and self.program.latent_recompute
+        columns = []  # column-parallel layers
         for inputs, outputs, split in before:
             rows = self.tokens if split else self.local_tokens
             linear = self.layer_linear(rows, inputs, outputs / t if split else outputs)
             total += linear
+            if split:
+                columns.append(linear)
             if again and split and self.layout.recompute != "full":
                 total += ForwardBackward(Cost(), linear.forward)
-        total += self.tensor_parallel(
-            plain=(2, 0), sequence_parallel=(0, 1), scatters=(1, 0)
-        )  # of the output
         queries = model.q_lora_rank if model.multi_latent_attention else None
-        total += self.tensor_parallel(plain=(0, 2), sequence_parallel=(1, 1), scatters=(0, 1), width=queries)
+        total += self.column_parallel(columns[0], width=queries)
         if model.multi_latent_attention:  # the latent of keys and values is not gathered again
             width = model.kv_lora_rank + model.qk_pos_emb_head_dim
             total += self.tensor_parallel(
                 plain=(0, 2), sequence_parallel=(1, 0), scatters=(0, 1), width=width
             )
         return total
+
+    @property
+    def row_parallel(self) -> ForwardBackward:
+        """Communication of a row-parallel layer's output and of its gradient."""
+        return self.tensor_parallel(plain=(2, 0), sequence_parallel=(0, 1), scatters=(1, 0))
+
+    def column_parallel(self, products: ForwardBackward, width: int | None = None) -> ForwardBackward:
+        """Communication of a column-parallel layer's input, [s, b, width], and of its gradient.
+
+        Backward gathers the input again beside the product for its gradient, and reduces this gradient beside the
+        product for the weight's, unless a split backward pass has that later. That counts on CPUs, where it has been
+        measured.
+        """
+        whole = self.tensor_parallel(plain=(0, 2), sequence_parallel=(1, 1), scatters=(0, 1), width=width)
+        if self.cluster.device.name != "cpu" or self.layout.tensor == 1:
+            return whole
+        empty = self.tensor_parallel(plain=(0, 2), sequence_parallel=(1, 1), scatters=(0, 1), width=0)
+        late = 0.0 if self.layout.splits_backward else products.weights
+        compute = late + (products.backward.matmul - products.weights) * self.layout.sequence_parallel
+        exposed = self.cluster.exposed(
+            whole.backward.tensor_parallel, empty.backward.tensor_parallel, compute
+        )
+        return ForwardBackward(whole.forward, Cost(tensor_parallel=exposed))
 
     def recomputed(self, layer: Cost, *, experts: bool = False) -> Cost:
         """Part of the forward cost of a layer, dense or with `experts`, that backward repeats.
@@ -251,7 +276,11 @@ class Kernels(AttentionCosts):
             sequence_parallel, scatters: all-gathers and reduce-scatters with sequence parallelism, which gathers the
                 input of a product again in backward (2205.05198 section 4.2.2).
         """
-        size = self.tokens * (width or self.job.model.hidden_size) * self.cluster.device.element
+        size = (
+            self.tokens
+            * (self.job.model.hidden_size if width is None else width)
+            * self.cluster.device.element
+        )
         cluster, group = self.cluster, self.layout.tensor_group(self.cluster)
         halves = (number * cluster.all_reduce(size, group) / 2 for number in plain)
         if self.layout.sequence_parallel:
