@@ -55,9 +55,9 @@ from megatron.tool import write_output_file
 CPU = torch.device("cpu")
 # Measurements alternate in rounds, because a machine's speed may change within a minute; seconds of each per round,
 # and of each communication.
-ROUNDS, SECONDS, COMMUNICATION_SECONDS = 8, 0.7, 0.4
+ROUNDS, SECONDS, COMMUNICATION_SECONDS = 8, 0.7, 0.8
 MAX_SPREAD = 1.3  # ratio of the slowest to the fastest round above which a note is printed
-MESSAGES = (1 << 16, 1 << 23)  # bytes of the communication
+MESSAGES = (1 << 18, 1 << 23)  # bytes of the communication
 SIDE, COPIED = 1024, 1 << 24  # rows and columns of the square product; elements of the copy
 TOKENS, HIDDEN = 128, 1024  # shape for element-wise operations
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "shift")
@@ -76,8 +76,8 @@ JOBS = {
     "launch": make_job(2, 64, 1, 16),
     "expert": make_job(1, 768, 12, 256, **MIXTURE),
 }
-# Its forward pass is about as long as the computation between two collectives of a model that a CPU trains.
-BEFORE = make_job(1, 512, 8, 64)
+# Its forward pass takes some milliseconds, like the computation between two collectives of a model that a CPU trains.
+BESIDE = make_job(1, 512, 8, 64)
 # A larger model, to compare the result with.
 CHECKED = make_job(4, 512, 8, 256)
 FIT_STEPS = 250  # enough for the constants to converge
@@ -154,9 +154,7 @@ def fit_cluster(seconds: dict[str, float], processes: int, dtype: torch.dtype = 
 def _with_communication(cluster: Cluster, seconds: dict[str, float]) -> Cluster:
     """Fit a line to the all-reduces, each of which is a reduce-scatter and an all-gather, and compare the others."""
     processes = cluster.devices
-    taken = {
-        name: [seconds[f"{name} {size}"] - seconds["before"] for size in MESSAGES] for name in COLLECTIVES
-    }
+    taken = {name: [max(seconds[f"{name} {size}"], 1e-7) for size in MESSAGES] for name in COLLECTIVES}
     small, large = (time / 2 for time in taken["all_reduce"])
     sent = (processes - 1) / processes
     bandwidth = sent * (MESSAGES[1] - MESSAGES[0]) / max(large - small, 1e-9)
@@ -168,7 +166,7 @@ def _with_communication(cluster: Cluster, seconds: dict[str, float]) -> Cluster:
     for name in COLLECTIVES[1:]:
         formula = getattr(cluster, name)
         group = pair if name == "send" else everyone
-        times = (formula(size, group) / max(t, 1e-7) for size, t in zip(MESSAGES, taken[name], strict=True))
+        times = (formula(size, group) / t for size, t in zip(MESSAGES, taken[name], strict=True))
         ratios[name] = math.sqrt(math.prod(times))
     return dataclasses.replace(cluster, efficiency=dataclasses.replace(cluster.efficiency, **ratios))
 
@@ -212,8 +210,7 @@ def _measure(rank: int, processes: int, folder: str, dtype: torch.dtype, rounds:
     for i in range(rounds):
         for name, run in runs.items():
             dist.barrier()
-            prepare = runs["before"] if name == "ring" else None
-            times = _time(run, COMMUNICATION_SECONDS if _communicates(name) else SECONDS, prepare)
+            times = _repeat(run, COMMUNICATION_SECONDS if _communicates(name) else SECONDS)
             seconds[name] += times
             if name == "matmul":
                 largest.append(statistics.median(times))
@@ -235,8 +232,8 @@ def _measure(rank: int, processes: int, folder: str, dtype: torch.dtype, rounds:
 
 
 def _communicates(name: str) -> bool:
-    """True for a measurement of collectives, also for that of the pass before each."""
-    return name == "before" or name.split()[0] in COLLECTIVES
+    """True for a measurement of a collective."""
+    return name.split()[0] in COLLECTIVES
 
 
 def _typical(name: str, times: list[float]) -> float:
@@ -246,32 +243,38 @@ def _typical(name: str, times: list[float]) -> float:
     return (statistics.mean if _communicates(name) else statistics.median)(times)
 
 
-def _time(
-    run: Callable[[], object], seconds: float, prepare: Callable[[], object] | None = None
-) -> list[float]:
-    """Return the seconds of each call, after a warm-up, for about `seconds` altogether.
-
-    Args:
-        prepare: called before each call, without being timed.
-    """
+def _repeat(run: Callable[[], float], seconds: float) -> list[float]:
+    """Return what `run` returns each time, after a warm-up, for about `seconds` altogether."""
     begin = time.perf_counter()
-    if prepare is not None:
-        prepare()
     run()
     count = torch.tensor(seconds / (time.perf_counter() - begin))
     # Equally many on each process: the calls may communicate.
     dist.all_reduce(count, dist.ReduceOp.MIN)
-    times = []
-    for _ in range(max(3, int(count))):
-        if prepare is not None:
-            prepare()
-        begin = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - begin)
-    return times
+    return [run() for _ in range(max(3, int(count)))]
 
 
-def _memory_and_matmul(ops: Ops, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+def _timed(run: Callable[[], object]) -> float:
+    """Return the seconds of a call."""
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
+def _timed_after(before: Callable[[], object], run: Callable[[], object]) -> float:
+    """Return the seconds of a call after another one that is not timed."""
+    before()
+    return _timed(run)
+
+
+def _timed_between(beside: Callable[[], object], communicate: Callable[[], object]) -> float:
+    """Return the seconds of a collective, and those that the computation after it takes longer than when repeated.
+
+    So waiting for a slower process counts, and that data leave the caches.
+    """
+    return _timed(communicate) + _timed(beside) - _timed(beside)
+
+
+def _memory_and_matmul(ops: Ops, dtype: torch.dtype) -> dict[str, Callable[[], float]]:
     """A copy larger than any cache, element-wise operations, and a product of square matrices."""
     large, other = torch.randn(2, COPIED)
     n, h = TOKENS, HIDDEN
@@ -288,49 +291,42 @@ def _memory_and_matmul(ops: Ops, dtype: torch.dtype) -> dict[str, Callable[[], o
         torch.autograd.grad(outputs, (stream, weight, bias, middle), (to_stream, to_middle))
 
     return {
-        "copy": lambda: other.copy_(large),
-        "elementwise": elementwise,
-        "square": lambda: ops.matmul(a, b, None),
+        "copy": functools.partial(_timed, lambda: other.copy_(large)),
+        "elementwise": functools.partial(_timed, elementwise),
+        "square": functools.partial(_timed, lambda: ops.matmul(a, b, None)),
     }
 
 
-def _models(ops: Ops, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+def _models(ops: Ops, dtype: torch.dtype) -> dict[str, Callable[[], float]]:
     """A microbatch of each of `JOBS`, forward and backward, and an optimizer step of the largest."""
-    runs: dict[str, Callable[[], object]] = {}
+    runs: dict[str, Callable[[], float]] = {}
     for name, job in {**JOBS, "check": CHECKED}.items():
         model, buffer = build_model(job, ops, CPU, dtype)
-        runs[name] = functools.partial(microbatch, model, torch.randint(VOCAB_SIZE, (1, job.seq_length)))
+        tokens = torch.randint(VOCAB_SIZE, (1, job.seq_length))
+        runs[name] = functools.partial(_timed, functools.partial(microbatch, model, tokens))
         if name == "matmul":
             optimizer = Optimizer(buffer, OptimizerConfig(lr=1e-4))
-            runs["optimizer"] = functools.partial(optimizer.step, lr=1e-4, weight_decay=0.1)
+            step = functools.partial(optimizer.step, lr=1e-4, weight_decay=0.1)
+            runs["optimizer"] = functools.partial(_timed, step)
     return runs
 
 
-def _communication(
-    ops: Ops, dtype: torch.dtype, rank: int, processes: int
-) -> dict[str, Callable[[], object]]:
-    """Each of `COLLECTIVES` after a forward pass of `BEFORE`, and that pass alone.
+def _communication(ops: Ops, dtype: torch.dtype, rank: int, processes: int) -> dict[str, Callable[[], float]]:
+    """Each of `COLLECTIVES` between forward passes of `BESIDE`.
 
-    So waiting for slower processes counts, and what communication takes from the computation that follows: its data
-    leave the caches. Also the kernels of ring attention, whose inputs are not in the caches after such a pass.
+    Also the kernels of ring attention, whose inputs are not in the caches after such a pass.
     """
-    model, _ = build_model(BEFORE, ops, CPU, dtype)
-    tokens, axis = torch.randint(VOCAB_SIZE, (1, BEFORE.seq_length)), Axis(rank, processes)
-
-    @torch.no_grad()
-    def run(communicate: Callable[[], object] | None) -> None:
-        forward(model, tokens)
-        if communicate is not None:
-            communicate()
-
-    runs: dict[str, Callable[[], object]] = {
-        "before": functools.partial(run, None),
-        "ring": ring_kernels(dtype, processes),
+    model, _ = build_model(BESIDE, ops, CPU, dtype)
+    tokens, axis = torch.randint(VOCAB_SIZE, (1, BESIDE.seq_length)), Axis(rank, processes)
+    beside = torch.no_grad()(functools.partial(forward, model, tokens))
+    runs: dict[str, Callable[[], float]] = {
+        "ring": functools.partial(_timed_after, beside, ring_kernels(dtype, processes))
     }
     for size in MESSAGES:
         rows = torch.zeros(processes, size // dtype.itemsize // processes, dtype=dtype)
         for name in COLLECTIVES:
-            runs[f"{name} {size}"] = functools.partial(run, functools.partial(_communicate, name, rows, axis))
+            collective = functools.partial(_communicate, name, rows, axis)
+            runs[f"{name} {size}"] = functools.partial(_timed_between, beside, collective)
     return runs
 
 

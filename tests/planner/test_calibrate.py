@@ -40,10 +40,9 @@ def measured(machine: Cluster) -> dict[str, float]:
     bytes_ = 4 * 8 + (2 if device.precision == "bf16" else 0)
     moved = bytes_ * stage_parameters(JOBS["matmul"], Layout(), 0)
     found["optimizer"] = moved / (device.bandwidth * efficiency.stream)
-    found["before"] = 1e-3
     for name, size in itertools.product(COLLECTIVES, MESSAGES):
         group = machine.group(2 if name == "send" else machine.devices, 1)
-        found[f"{name} {size}"] = 1e-3 + getattr(machine, name)(size, group)
+        found[f"{name} {size}"] = getattr(machine, name)(size, group)
     found["ring"] = ring_seconds(machine)
     return found
 
