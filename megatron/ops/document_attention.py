@@ -82,8 +82,8 @@ def dense_mask(mask: BlockMask) -> Tensor:
     s, t = mask.seq_lengths
     device = mask.kv_num_blocks.device
     b_b111 = torch.arange(len(mask.kv_num_blocks), device=device).view(-1, 1, 1, 1)
-    s_1 = torch.arange(s, device=device).view(-1, 1)
-    return mask.mask_mod(b_b111, b_b111, s_1, torch.arange(t, device=device))
+    s_11s1 = torch.arange(s, device=device).view(1, 1, -1, 1)
+    return mask.mask_mod(b_b111, b_b111, s_11s1, torch.arange(t, device=device))
 
 
 def _listed(mask_bij: Tensor) -> tuple[Tensor, Tensor]:
