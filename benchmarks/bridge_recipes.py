@@ -99,7 +99,7 @@ def properties(row: dict[str, Any]) -> dict[str, Any]:
     if row["program"].startswith("NeMo AutoModel"):
         # Its table names DeepEP, its settings fake_balanced_gate; the router's weights are within the activation
         # (components/moe/layers.py and experts.py).
-        return {"expert_copies_once": True, "balanced": True, "weighted": (0, 0)}
+        return {"expert_copies_once": True, "round_robin": True, "weighted": (0, 0)}
     found = {"expert_cast": NVFP4_CAST} if "FP4" in row["precision"] else {}
     if name.startswith("Grok") or "tokendrop" in row["notes"]:
         # With a capacity the host does not wait for the numbers of rows.

@@ -106,8 +106,8 @@ class PlanConfig(Config):
     picture: str | None = flag(None, "draw the best plan's schedule as .svg or .png", metavar="FILE")
     calibrate: str | None = flag(
         None,
-        "measure this machine's GPUs or CPU for a minute or two, write a file for --cluster, and exit; under torchrun "
-        "also the network between machines",
+        "measure this machine's GPUs or CPU in up to three minutes, write a file for --cluster, and exit; under "
+        "torchrun also the network between machines",
         metavar="FILE",
     )
 

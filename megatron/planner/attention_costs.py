@@ -104,12 +104,12 @@ class AttentionCosts(Operations):
             return joins + ForwardBackward(
                 Cost(context_parallel=gather), Cost(context_parallel=gather + reduce)
             )
-        # Sums of gradients, in fp32, return to the rank of the keys.
         keys, sums, empty = (cluster.shift(x, group) for x in (size, 4 / element * size, 0))
         attention = self.attention
         ahead = steps * cluster.exposed(keys, empty, attention.forward.total / layout.context)
         back = steps * cluster.exposed(keys + sums, 2 * empty, attention.backward.total / layout.context)
-        return joins + ForwardBackward(Cost(context_parallel=ahead), Cost(context_parallel=back + sums))
+        back += sums  # of gradients, in fp32, which return to the rank of the keys
+        return joins + ForwardBackward(Cost(context_parallel=ahead), Cost(context_parallel=back))
 
     def _joins(self, q: float, kv: float) -> ForwardBackward:
         """Copies and sums around the kernels of a rank that meets the keys of one rank after the other.

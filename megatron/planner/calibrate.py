@@ -1,4 +1,4 @@
-"""Measure the CPU of this machine in a minute or two and write a file for `megatron plan --cluster`.
+"""Measure the CPU of this machine in about three minutes and write a file for `megatron plan --cluster`.
 
 One single-threaded process per core, at least two, measure at the same time, because cores share memory bandwidth. The
 efficiencies of matrix products, those of experts apart, of attention and of accumulating gradients and the launch
@@ -76,7 +76,8 @@ JOBS = {
     "launch": make_job(2, 64, 1, 16),
     "expert": make_job(1, 768, 12, 256, **MIXTURE),
 }
-# Its forward pass takes some milliseconds, like the computation between two collectives of a model that a CPU trains.
+# Forward passes of this model run between measured collectives. One takes some milliseconds, as does the computation
+# between two collectives of a model that is trained on CPUs.
 BESIDE = make_job(1, 512, 8, 64)
 # A larger model, to compare the result with.
 CHECKED = make_job(4, 512, 8, 256)
@@ -91,7 +92,7 @@ def calibrate(path: Path) -> None:
         InputError: the file cannot be written.
     """
     processes = max(2, available_cores())
-    # Fail now rather than after a minute. A new file is written beside its place and moved there.
+    # Fail before measuring. A new file is written beside its place and moved there.
     place = path if path.exists() and not path.is_file() else path.resolve().parent
     if not os.access(place, os.W_OK):
         raise InputError(f"--calibrate: {path} cannot be written (no permission to write {place})")
@@ -100,7 +101,7 @@ def calibrate(path: Path) -> None:
 
         calibrate_gpus(path)
         return
-    print(f"measuring with {processes} single-threaded processes for a minute or two", flush=True)
+    print(f"measuring with {processes} single-threaded processes for about three minutes", flush=True)
     cluster, check = measure_cpu(processes, torch.float32, rounds=ROUNDS, verbose=True)
     one = dataclasses.replace(cluster, devices=1)
     print(checked(check, Simulator(CHECKED, Layout(), one, OURS).busiest[1]))
@@ -111,7 +112,7 @@ def calibrate(path: Path) -> None:
 def measure_cpu(
     processes: int, dtype: torch.dtype, *, rounds: int, verbose: bool = False
 ) -> tuple[Cluster, float]:
-    """Measure so many single-threaded processes, for about ten seconds a round.
+    """Measure so many single-threaded processes, for about 17 seconds a round.
 
     Returns:
         The cluster of these processes, and the seconds of a microbatch of `CHECKED`.
@@ -244,7 +245,7 @@ def _typical(name: str, times: list[float]) -> float:
 
 
 def _repeat(run: Callable[[], float], seconds: float) -> list[float]:
-    """Return what `run` returns each time, after a warm-up, for about `seconds` altogether."""
+    """Call `run` for about `seconds` in total, after a warm-up, and return its results."""
     begin = time.perf_counter()
     run()
     count = torch.tensor(seconds / (time.perf_counter() - begin))
@@ -260,16 +261,11 @@ def _timed(run: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def _timed_after(before: Callable[[], object], run: Callable[[], object]) -> float:
-    """Return the seconds of a call after another one that is not timed."""
-    before()
-    return _timed(run)
-
-
 def _timed_between(beside: Callable[[], object], communicate: Callable[[], object]) -> float:
-    """Return the seconds of a collective, and those that the computation after it takes longer than when repeated.
+    """Return the seconds of a collective plus the slowdown of the computation after it.
 
-    So waiting for a slower process counts, and that data leave the caches.
+    The slowdown is the time of that computation minus the time of its repetition: data have left the caches. Waiting
+    for a slower process is in the collective's own time.
     """
     return _timed(communicate) + _timed(beside) - _timed(beside)
 
@@ -319,9 +315,13 @@ def _communication(ops: Ops, dtype: torch.dtype, rank: int, processes: int) -> d
     model, _ = build_model(BESIDE, ops, CPU, dtype)
     tokens, axis = torch.randint(VOCAB_SIZE, (1, BESIDE.seq_length)), Axis(rank, processes)
     beside = torch.no_grad()(functools.partial(forward, model, tokens))
-    runs: dict[str, Callable[[], float]] = {
-        "ring": functools.partial(_timed_after, beside, ring_kernels(dtype, processes))
-    }
+    ring = ring_kernels(dtype, processes)
+
+    def ring_after_a_pass() -> float:
+        beside()
+        return _timed(ring)
+
+    runs = {"ring": ring_after_a_pass}
     for size in MESSAGES:
         rows = torch.zeros(processes, size // dtype.itemsize // processes, dtype=dtype)
         for name in COLLECTIVES:

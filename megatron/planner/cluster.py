@@ -35,6 +35,11 @@ class Device:
     fp8: float | None = None
 
     @property
+    def is_cpu(self) -> bool:
+        """True for a core, which computes, reads memory and communicates in turn."""
+        return self.name == "cpu"
+
+    @property
     def element(self) -> int:
         """Bytes of an activation or a weight."""
         return 4 if self.precision == "fp32" else 2
@@ -254,10 +259,11 @@ class Cluster:
         return self._neighbor(size, group) / self.efficiency.send
 
     def exposed(self, seconds: float, latency: float, compute: float) -> float:
-        """Seconds that communication adds to so many seconds of computation beside it.
+        """Seconds that communication adds to `compute` seconds of computation beside it.
 
-        Computation loses a share of the time beside it, `Efficiency.beside`, but not while messages are under way:
-        `latency` is the time of this communication without data.
+        Args:
+            seconds: of the communication.
+            latency: of the same communication without data, during which it takes nothing from computation.
         """
         hidden = min(seconds, compute)
         return seconds - hidden + self.efficiency.beside * max(0.0, hidden - latency)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from megatron.planner.cluster import Cluster, Group
 from megatron.planner.costs import ForwardBackward
@@ -87,20 +87,16 @@ class Replicas:
             group = layout.expert_data_group(cluster) if whole else layout.expert_shard_group(cluster)
             yield experts * element, group
 
-    def _gather(self, element: float, units: int = 1) -> float:
-        """Seconds of all-gathers of all parameters of a stage, in so many parts, by the ranks that shard them."""
-        messages = self._messages(element / units)
-        return units * sum(self.cluster.all_gather(*message) for message in messages)
+    def _by_layer(self, collective: Callable[[float, Group], float], element: float) -> float:
+        """Seconds of a collective of each layer of the stage, over the ranks that shard its parameters."""
+        layers = self.layout.layers(self.job)[self.stage]
+        numbers = max(1, sum(map(sum, layers))), max(1, sum(experts for _, experts in layers))
+        messages = zip(self._messages(element), numbers, strict=False)  # without experts there is one message
+        return sum(number * collective(size / number, group) for (size, group), number in messages)
 
     def _reduce_scatter(self) -> float:
-        """Seconds of reduce-scatters of the gradients of a stage, layer by layer, by the ranks that shard them."""
-        messages = self._messages(self._reduced / self._units)
-        return self._units * sum(self.cluster.reduce_scatter(*message) for message in messages)
-
-    @property
-    def _units(self) -> int:
-        """Layers of the stage, each of which is gathered and reduced by itself."""
-        return max(1, sum(map(sum, self.layout.layers(self.job)[self.stage])))
+        """Seconds of reduce-scatters of the gradients of a stage, layer by layer."""
+        return self._by_layer(self.cluster.reduce_scatter, self._reduced)
 
     def _over_instances(self) -> list[Exchange]:
         """The sum of the shards' gradients over the instances, which nothing hides."""
@@ -130,7 +126,8 @@ class Replicas:
 
         Beside forward but for the first layer's parameters, and what the gather takes from the SMs.
         """
-        seconds = self._gather(self.cluster.device.element)
+        element = self.cluster.device.element
+        seconds = sum(self.cluster.all_gather(*message) for message in self._messages(element))
         overlaps = self.layout.overlap_grad_reduce and self.program.parameter_overlap
         hidden = seconds - self._left(seconds, self.layers.forward.total) if overlaps else 0.0
         return Exchange(
@@ -141,6 +138,7 @@ class Replicas:
         """Gradients that each microbatch reduces, layer by layer, beside the backward pass of the layer before."""
         seconds = self._reduce_scatter()
         overlapped = self.layers.backward.total if self.layout.overlap_grad_reduce else 0.0
+        seconds += self._added
         return [self._beside("gradient reduction", "backward", seconds, overlapped), *self._over_instances()]
 
     def _sharded_parameters(self) -> list[Exchange]:
@@ -149,13 +147,20 @@ class Replicas:
         Each layer is gathered in forward and again in backward, and its gradients are reduced, for each microbatch,
         beside the computation of the layers before.
         """
-        gather, reduce = self._gather(self.cluster.device.element, self._units), self._reduce_scatter()
+        gather = self._by_layer(self.cluster.all_gather, self.cluster.device.element)
+        reduce = self._reduce_scatter() + self._added
         name = "parameter gather and gradient reduction"
         return [
             self._beside("parameter gather", "forward", gather, self.layers.forward.total),
             self._beside(name, "backward", gather + reduce, self.layers.backward.total),
             *self._over_instances(),
         ]
+
+    @property
+    def _added(self) -> float:
+        """Seconds in which the gradients of a microbatch are set to zero, and their sums are added to the shards."""
+        accesses = (1 + 3 / self.layout.shards) * self.program.gradient * self.parameters
+        return accesses / (self.cluster.device.bandwidth * self.cluster.efficiency.stream)
 
     def _beside(self, name: str, kind: str, seconds: float, compute: float) -> Exchange:
         """An exchange of each microbatch beside so many seconds of computation."""

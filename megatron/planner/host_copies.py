@@ -110,7 +110,7 @@ def offloaded_activations(
         bytes_ = sum(number * of_chunk for number, of_chunk in zip(kept, stay, strict=True))
         if kind is Forward:
             forward = max(forward, bytes_)
-        else:
+        elif kind is not BackwardWeight:
             left = 0.0 if before is None or sum(kept) == 1 else back[before].left
             backward = max(backward, bytes_ + back[chunk].at_end + left)
     return OffloadedActivations(forward, backward, host)

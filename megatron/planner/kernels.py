@@ -132,14 +132,14 @@ class Kernels(AttentionCosts):
         """Mean rows of zeros of each expert of a rank with so many rows: on a CPU in bf16 they fill multiples."""
         model, device = self.job.model, self.cluster.device
         local = (model.num_experts or 0) / self.layout.expert
-        pads = device.name == "cpu" and device.element == 2 and rows >= MIN_MULTIPLES * EXPERT_ROWS * local
+        pads = device.is_cpu and device.element == 2 and rows >= MIN_MULTIPLES * EXPERT_ROWS * local
         return (EXPERT_ROWS - 1) / 2 if pads else 0.0
 
     @property
     def busiest(self) -> float:
         """Rows of the busiest rank over the mean. The ranks that divide the experts route the tokens of all of them."""
         model, layout = self.job.model, self.layout
-        if self.program.balanced:
+        if self.program.round_robin:
             return 1.0
         tokens = self.tokens / layout.tensor * layout.expert * layout.expert_tensor
         return busiest(tokens, model.moe_router_topk, model.num_experts or 1, layout.expert)
@@ -148,14 +148,12 @@ class Kernels(AttentionCosts):
     def experts(self) -> ForwardBackward:
         """Products of the experts of the busiest rank: grouped ones, or one after the other."""
         model, layout = self.job.model, self.layout
-        ffn, local = (
-            (model.moe_ffn_hidden_size or 0) / layout.expert_tensor,
-            (model.num_experts or 0) / layout.expert,
-        )
+        ffn = (model.moe_ffn_hidden_size or 0) / layout.expert_tensor
+        local = (model.num_experts or 0) / layout.expert
         fc1, rows = ffn * (2 if model.gated else 1), self.rows / local + self.padding_rows(self.rows)
         batch, times = (local, 1.0) if model.moe_grouped_gemm else (1.0, local)
         # An expert is chosen by each token with a small probability, so the variance of its rows is about their number.
-        random = model.num_experts != model.moe_router_topk and not self.program.balanced
+        random = model.num_experts != model.moe_router_topk and not self.program.round_robin
         spread = math.sqrt(rows) if random else 0.0
         linear = functools.partial(
             self.layer_linear, batch=batch, cast=self.program.expert_cast, spread=spread
@@ -178,7 +176,9 @@ class Kernels(AttentionCosts):
         else:
             if self.program.expert_copies_once:
                 copies = self.tokens / layout.tensor * width
-                seconds = cluster.dispatch(copies, Routing.of(model, balanced=self.program.balanced), group)
+                seconds = cluster.dispatch(
+                    copies, Routing.of(model, round_robin=self.program.round_robin), group
+                )
                 seconds *= self.busiest
             else:
                 seconds = cluster.all_to_all(rows * width, group)
@@ -223,20 +223,24 @@ class Kernels(AttentionCosts):
     def column_parallel(self, products: ForwardBackward, width: int | None = None) -> ForwardBackward:
         """Communication of a column-parallel layer's input, [s, b, width], and of its gradient.
 
-        Backward gathers the input again beside the product for its gradient, and reduces this gradient beside the
-        product for the weight's, unless a split backward pass has that later. That counts on CPUs, where it has been
-        measured.
+        Backward gathers the input again beside the product for the input's gradient, and reduces that gradient beside
+        the product for the weight's, unless a split backward pass runs that product later. This overlap is counted on
+        CPUs only, where it was measured.
         """
-        whole = self.tensor_parallel(plain=(0, 2), sequence_parallel=(1, 1), scatters=(0, 1), width=width)
-        if self.cluster.device.name != "cpu" or self.layout.tensor == 1:
-            return whole
-        empty = self.tensor_parallel(plain=(0, 2), sequence_parallel=(1, 1), scatters=(0, 1), width=0)
-        late = 0.0 if self.layout.splits_backward else products.weights
-        compute = late + (products.backward.matmul - products.weights) * self.layout.sequence_parallel
-        exposed = self.cluster.exposed(
-            whole.backward.tensor_parallel, empty.backward.tensor_parallel, compute
+        gathers = functools.partial(self.tensor_parallel, plain=(0, 0), sequence_parallel=(1, 1))
+        reduces = functools.partial(
+            self.tensor_parallel, plain=(0, 2), sequence_parallel=(0, 0), scatters=(0, 1)
         )
-        return ForwardBackward(whole.forward, Cost(tensor_parallel=exposed))
+        whole = gathers(width=width) + reduces(width=width)
+        if not self.cluster.device.is_cpu or self.layout.tensor == 1:
+            return whole
+        inputs = products.backward.matmul - products.weights
+        weights = 0.0 if self.layout.splits_backward else products.weights
+        backward = 0.0
+        for communication, compute in ((gathers, inputs), (reduces, weights)):
+            seconds, latency = (communication(width=x).backward.tensor_parallel for x in (width, 0))
+            backward += self.cluster.exposed(seconds, latency, compute)
+        return ForwardBackward(whole.forward, Cost(tensor_parallel=backward))
 
     def recomputed(self, layer: Cost, *, experts: bool = False) -> Cost:
         """Part of the forward cost of a layer, dense or with `experts`, that backward repeats.
@@ -244,11 +248,11 @@ class Kernels(AttentionCosts):
         Fused attention keeps no scores, except on a CPU: there selective recomputation is what the program makes of it.
         """
         if self.layout.recompute == "selective":
-            keeps_scores = not self.program.fused_attention or self.cluster.device.name == "cpu"
+            keeps_scores = not self.program.fused_attention or self.cluster.device.is_cpu
             return self.attention.forward if keeps_scores else layer * self.program.selective
-        return layer + self._kept(experts) * -1 if self.layout.recompute == "full" else Cost()
+        return layer + self._not_recomputed(experts) * -1 if self.layout.recompute == "full" else Cost()
 
-    def _kept(self, experts: bool) -> Cost:
+    def _not_recomputed(self, experts: bool) -> Cost:
         """Part of the forward cost of a layer that full recomputation leaves out."""
         model, t, kept = self.job.model, self.layout.tensor, Cost()
         if self.program.stops_recomputing and experts:  # the last product's share, and the way back
@@ -258,8 +262,8 @@ class Kernels(AttentionCosts):
             kept += self.layer_linear(self.tokens, model.ffn_hidden_size / t, model.hidden_size).forward
             kept += self.tensor_parallel(plain=(2, 0), sequence_parallel=(0, 0), scatters=(1, 0)).forward
         if self.program.keeps_queries:
-            for inputs, outputs, _ in attention_linears(model, t)[:-1]:
-                kept += self.layer_linear(self.tokens, inputs, outputs / t).forward
+            (inputs, outputs, _), _ = attention_linears(model, t)
+            kept += self.layer_linear(self.tokens, inputs, outputs / t).forward
         return kept
 
     def tensor_parallel(
@@ -295,7 +299,7 @@ class Kernels(AttentionCosts):
     def embedding(self) -> ForwardBackward:
         """Embedding on the first stage: lookup, and the sum over tensor-parallel ranks."""
         lookup = self.elementwise(self.local_tokens * self.job.model.hidden_size, EMBEDDING)
-        return lookup + self.tensor_parallel(plain=(2, 0), sequence_parallel=(0, 1), scatters=(1, 0))
+        return lookup + self.row_parallel
 
     @functools.cached_property
     def head(self) -> ForwardBackward:

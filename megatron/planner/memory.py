@@ -280,7 +280,7 @@ def stage_state(job: Job, layout: Layout, element: int, stage: int, program: Pro
     if layout.sharded_gradients or layout.sharded_parameters:
         gradients = owned
     if layout.sharded_parameters:
-        weights = 0.0 if program.fp32_shards else owned
+        weights = 0.0 if program.fp32_shards and element < 4 else owned
     moments, host = ADAM_MOMENTS * owned, 0.0
     master = state_bytes(element) * owned - moments
     if layout.offload_optimizer:

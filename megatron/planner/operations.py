@@ -44,9 +44,10 @@ class Operations:
         """Seconds of `batch` products of [m, k] and [k, n], which are in FP8 if `fp8`.
 
         Tiles run in waves over the SMs and the last wave may be nearly empty; the tile shape with the smaller loss is
-        used. Products with a small inner dimension are bound by memory bandwidth; on a CPU the time of their operands
-        in memory is added. `aligned` is the share of the speed that the operands' rows leave. `spread` is the standard
-        deviation of `m` among the products, each of which has tiles of its own.
+        used. Products with a small inner dimension are bound by memory bandwidth. On a CPU the time of moving operands
+        and result is added, since a core does not load and compute at once; they are streamed, as in a copy. `aligned`
+        is the share of the speed that the operands' rows leave. `spread` is the standard deviation of `m` among the
+        products, each of which has tiles of its own.
         """
         device, efficiency = self.cluster.device, self.cluster.efficiency
         peak, element = (device.fp8, 1) if fp8 else (device.peak, device.element)
@@ -60,7 +61,7 @@ class Operations:
             )
             compute *= area * device.sms / (batch * m * n) * (1 + TILE_OVERHEAD / k)
         size = batch * (element * (m * k + k * n) + device.element * m * n)
-        if device.name == "cpu":  # a core reads and computes in turn
+        if device.is_cpu:
             return compute + size / (device.bandwidth * efficiency.stream) + efficiency.launch
         return max(compute, size / (device.bandwidth * efficiency.memory)) + efficiency.launch
 

@@ -76,6 +76,7 @@ START = Efficiency(
 # Blackwell's share in FP8 over that in bf16, by the fitted runs of "nemo-2025" in both precisions. The runs that other
 # programs' constants are fitted to are in FP8 alone.
 BLACKWELL = dataclasses.replace(START, fp8=0.874)
+BLOOM_NETWORK = 0.224  # share of the peak of its adapters
 _A100 = Constants(DATA_SHEET_EFFICIENCY, ("1.7b", "18.4b", "1t"), errors=(0.1, 0.25))
 
 
@@ -149,13 +150,13 @@ CONSTANTS = {
         network=0.723,
     ),
     # The kernels are Megatron-LM's, so only the network of this cluster is fitted: Omni-Path, on which an all-reduce of
-    # 32 GPUs reached 0.10 of the adapters' data sheet, since NCCL did not use all of it (bigscience,
-    # experiments/bandwidth). Transfers to the next stage are taken to reach what they do on other networks.
+    # 32 GPUs reached 0.10 of the adapters' peak, since NCCL did not use all adapters (bigscience,
+    # experiments/bandwidth). Transfers to the next stage are assumed to reach the same share as on other networks.
     ("megatron-deepspeed-fp16", "A100"): _fit(
-        dataclasses.replace(DATA_SHEET_EFFICIENCY, send=DATA_SHEET_EFFICIENCY.network / 0.224),
+        dataclasses.replace(DATA_SHEET_EFFICIENCY, send=DATA_SHEET_EFFICIENCY.network / BLOOM_NETWORK),
         ("bloom-0225-L72h14336a64-T4P12D8b2g2048",),
         errors=(0.04, 0.25),
-        network=0.224,
+        network=BLOOM_NETWORK,
     ),
     ("llm-foundry", "A100"): _fit(
         _in_triton(START),

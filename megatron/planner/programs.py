@@ -39,10 +39,10 @@ class Program:
         fp8_inputs_kept: FP8 products keep their inputs in FP8 for backward.
         selective: share of a layer's forward pass, and of what it keeps, that selective recomputation repeats with
             fused attention.
-        stops_recomputing: full recomputation of a layer ends before its last product, whose output backward does not
-            need (torch's checkpoints that are not reentrant since 2.1, XLA).
-        keeps_queries: full recomputation does not repeat the projections of queries, keys and values, which are kept.
-        fp32_shards: ranks that shard parameters keep them in fp32 alone: they are their own master weights.
+        stops_recomputing: full recomputation of a layer stops before its last product, whose output backward does not
+            need (XLA, and torch's non-reentrant checkpoints since 2.1).
+        keeps_queries: full recomputation keeps queries, keys and values and does not repeat their projections.
+        fp32_shards: sharded parameters are kept in fp32 only, as their own master weights.
         ring_joins: ring attention joins the parts of its output and gradients in fp32 by operations of their own.
         tensor_overlap: share of tensor-parallel communication that runs beside matrix products.
         latent_recompute: backward recomputes the up-projections of latent attention, of which only the latents are kept
@@ -56,7 +56,7 @@ class Program:
         host: seconds that a process needs to start the kernels of a dense layer, and of one with experts, in forward
             and backward together. A GPU that is faster waits.
         pipeline_host: the same in a pipeline, if it differs.
-        balanced: tokens take the experts in turn, which so have equal numbers of rows.
+        round_robin: tokens take the experts in turn, so all experts have the same number of rows.
         synchronous: seconds that it adds to a layer, where the host waits for the end of each kernel
             (CUDA_LAUNCH_BLOCKING=1).
         starved: time for which the GPU waits for the host in a layer with experts, over that of the layer's kernels,
@@ -96,7 +96,7 @@ class Program:
     parameter_overlap: bool = False
     host: tuple[float, float] = (0.0, 0.0)
     pipeline_host: tuple[float, float] | None = None
-    balanced: bool = False
+    round_robin: bool = False
     synchronous: float = 0.0
     starved: float = 0.0
     compiled: bool = True

@@ -1,4 +1,4 @@
-"""Numbers of tokens and rows of a mixture of experts that are routed at random.
+"""Numbers of tokens and rows of a mixture of experts. Routing is random by default.
 
 Every expert is as likely as any other, as in NVIDIA's benchmarks, which force a balanced load. The imbalance that is
 left is that of random draws. A row is a token's copy for one of its experts.
@@ -24,8 +24,8 @@ class Routing:
 
     Attributes:
         topk: experts of a token.
-        balanced: number of all experts if a token takes the next `topk` of them after those of the token before; None
-            for random choices.
+        round_robin: number of experts, if each token takes the next `topk` of them after those of the token before;
+            None for random choices.
         groups, group_topk: consecutive groups of experts, and how many of them a token's experts are in
             (--moe-router-num-groups and --moe-router-group-topk; 2412.19437 section 2.1.2); 1 without groups.
     """
@@ -33,12 +33,12 @@ class Routing:
     topk: int
     groups: int = 1
     group_topk: int = 1
-    balanced: int | None = None
+    round_robin: int | None = None
 
     @classmethod
-    def of(cls, model: ModelConfig, *, balanced: bool = False) -> Routing:
-        if balanced:
-            return cls(model.moe_router_topk, balanced=model.num_experts)
+    def of(cls, model: ModelConfig, *, round_robin: bool = False) -> Routing:
+        if round_robin:
+            return cls(model.moe_router_topk, round_robin=model.num_experts)
         groups, group_topk = model.moe_router_num_groups, model.moe_router_group_topk
         if groups is None or group_topk is None:
             return cls(model.moe_router_topk)
@@ -50,8 +50,8 @@ class Routing:
         A token's groups are drawn without replacement, its experts among these as if with replacement. Where neither
         groups nor places divide the other, the groups count as none.
         """
-        if self.balanced is not None:
-            return consecutive(self.topk, self.balanced, places)
+        if self.round_robin is not None:
+            return consecutive(self.topk, self.round_robin, places)
         topk, groups, chosen = self.topk, self.groups, self.group_topk
         if groups % places and places % groups:
             groups = chosen = 1

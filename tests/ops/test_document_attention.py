@@ -144,6 +144,14 @@ def test_a_model_computes_the_same(flags: str) -> None:
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-6)
 
 
+def test_a_dense_mask_of_a_window_without_documents() -> None:
+    """gpt-oss needs one on GPUs, since its attention sinks take a dense mask."""
+    spec = MaskSpec(length=300, document_ids_bs=None, window=10, device=CPU)
+    mask = dense_mask(make_block_mask(spec))
+    s, t = torch.arange(300).unsqueeze(1), torch.arange(300)
+    assert torch.equal(mask, ((s >= t) & (s - t <= 10)).view(1, 1, 300, 300))
+
+
 @pytest.mark.parametrize("fields", [{}, {"window": 10}, {"window": 130, "causal": False}], ids=str)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_dense_mask(length: int, fields: dict[str, object]) -> None:

@@ -23,6 +23,18 @@ from megatron.planner.simulate import Simulator
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
+LINK = Link(2e9, 3e-5)
+CORE = Efficiency(
+    matmul=0.9, memory=0.5, stream=0.5, link=1.0, attention=0.5, network=1.0, launch=1e-5, beside=1.0
+)
+
+
+def cores(number: int = 2, precision: str = "fp32", efficiency: Efficiency = CORE) -> Cluster:
+    """So many cores of a machine."""
+    device = Device("cpu", precision, peak=1e11, sms=1, memory=8e9, bandwidth=2e10)
+    return Cluster(device, number, number, LINK, LINK, efficiency)
+
+
 def measured(machine: Cluster) -> dict[str, float]:
     """Return the times that a calibration would measure on a machine that matches the planner's model exactly.
 
@@ -79,13 +91,11 @@ def test_the_fit_recovers_the_constants_of_a_machine(
         "beside": 1.0,
     }
     efficiency = dataclasses.replace(efficiency, accumulate=0.5, context=0.4, expert=0.7, **of_gloo)
-    link = Link(2e9, 3e-5)
-    device = Device("cpu", precision, peak=1e11, sms=1, memory=8e9, bandwidth=2e10)
-    machine = Cluster(device, processes, processes, link, link, efficiency)
+    machine = cores(processes, precision, efficiency)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     found = fit_cluster(measured(machine), processes, dtype)
     assert vars(found.efficiency) == pytest.approx(vars(efficiency), rel=1e-6)
-    assert vars(found.link) == pytest.approx(vars(link), rel=1e-6)
+    assert vars(found.link) == pytest.approx(vars(LINK), rel=1e-6)
     assert (found.device.peak, found.device.bandwidth) == pytest.approx((1e11, 2e10))
     assert (found.devices, found.nodes) == (processes, 1)
 

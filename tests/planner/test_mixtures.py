@@ -196,7 +196,7 @@ def test_consecutive_experts_are_at_few_places() -> None:
     """AutoModel's FakeBalancedGate: token i takes experts 8 i to 8 i + 7, modulo their number."""
     for number, places in ((128, 8), (256, 64), (384, 32), (384, 4)):
         ranks = (np.arange(number * 8).reshape(-1, 8) % number) // (number // places)
-        assert Routing(8, balanced=number).distinct(places) == np.mean([len(set(row)) for row in ranks])
+        assert Routing(8, round_robin=number).distinct(places) == np.mean([len(set(row)) for row in ranks])
 
 
 def test_the_busiest_rank_has_as_many_rows_as_in_random_draws() -> None:
