@@ -35,7 +35,7 @@ X86_OVERLAP_HOST, X86_EXPERT_HOST = 0.012, 0.00025
 
 
 def named(model: str) -> str:
-    """The name of a model with the parts that recipes ask for as this file spells them."""
+    """Return a model's name with the words that this file looks for in their usual case."""
     for part in ("DeepSeek", "Kimi", "OSS", "Qwen3", "Grok", "235B", "30B"):
         model = re.sub(part, part, model, flags=re.IGNORECASE)
     return model

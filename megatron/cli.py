@@ -28,9 +28,10 @@ OTHER_NAMES: dict[str, str] = {}
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that accepts no abbreviations, raises `InputError`, and suggests the nearest flag."""
+    """An argument parser that accepts no abbreviations, raises `InputError`, and suggests a near flag, or `hint`."""
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, hint: str = "--help lists the flags", **kwargs: Any) -> None:
+        self.hint = hint
         kwargs.setdefault("formatter_class", HelpFormatter)
         super().__init__(allow_abbrev=False, **kwargs)
         # By default argparse reads -1 as a value but -1e-4 and -inf as flags.
@@ -68,7 +69,7 @@ class Parser(argparse.ArgumentParser):
             return f"{name!r} is not expected here; every value follows its flag"
         ours = [name for name, action in self.flags.items() if action.help != argparse.SUPPRESS]
         near = difflib.get_close_matches(name, ours, n=1, cutoff=0.8)
-        hint = f"did you mean {near[0]}?" if near else "--help lists the flags"
+        hint = f"did you mean {near[0]}?" if near else self.hint
         # The flag's own name is the first word.
         instead = OTHER_NAMES.get(name.replace("_", "-"), "")
         if instead and instead.replace(",", "").split()[0] in ours:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Maximum number of lines: 10,000 for dense models in data, tensor and pipeline parallelism, and what mixtures of
 # experts add. It is to stay below 12,500 with context parallelism and sharded parameters.
-LIMIT = 12_334
+LIMIT = 12_335
 # The entry point hands the run to megatron.plugins, which calls pretrain() with these hooks.
 ROOTS = (
     "megatron.pretrain_gpt",

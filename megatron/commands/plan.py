@@ -57,20 +57,14 @@ NUM_PLANS = 10  # shown
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = Parser(description=__doc__)
+    hint = "--layout T8P4D8b1 plans given sizes, and flags of a training command come after --"
+    parser = Parser(hint, description=__doc__)
     add_flags(parser, PlanConfig, "plan")
     named = dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads"), "that of --model")
     add_flags(parser, ModelConfig, "model", named)
     line = list(sys.argv[1:] if argv is None else argv)
     given = line.index("--") if "--" in line else len(line)
-    try:
-        args = vars(parser.parse_args(line[:given]))
-    except InputError as error:
-        if "is not a flag" not in str(error):
-            raise
-        raise InputError(
-            f"{error}; --layout T8P4D8b1 plans given sizes, and flags of a training command come after --"
-        ) from None
+    args = vars(parser.parse_args(line[:given]))
     config = make_config(PlanConfig, args)
     if config.calibrate is not None:
         if others := sorted(args.keys() - {"calibrate"}):
@@ -180,7 +174,7 @@ def print_notes(config: PlanConfig, plan: Plan, job: Job, cluster: Cluster) -> N
         print(f"{band}. This program is not measured on GPU clusters{copies}")
     else:
         print(
-            "  note    the error is not known for a cluster of your own: time some steps on one node, and change "
+            "  note    no error is known for clusters described in a file: time some steps on one node, and adjust "
             f"efficiency in {config.cluster} until the prediction agrees (docs/scaling.md)"
         )
     if config.tokens is not None:
@@ -218,16 +212,14 @@ def plan_given(config: PlanConfig, args: dict[str, Any], command: list[str]) -> 
     }
     for name in sorted(described & set(args)):
         raise InputError(
-            f"--{name.replace('_', '-')} has no place before --: the command after it is planned as it is"
+            f"--{name.replace('_', '-')} cannot be given before --: the command after it says what to plan"
         )
     if not command:
-        raise InputError("--: the training command to plan, or its flags, is required after it")
+        raise InputError("-- must be followed by a training command or its flags")
     flags, processes = training_flags(command)
     if config.cluster is None:
         if config.gpus is None and processes is None:
-            raise InputError(
-                "--gpus, --cluster, or the number of processes in a torchrun command, is required"
-            )
+            raise InputError("the number of GPUs is required: give --gpus, --cluster, or a torchrun command")
         config = dataclasses.replace(config, gpus=config.gpus or processes)
     cluster = make_cluster(config)
     if processes not in (None, cluster.devices):

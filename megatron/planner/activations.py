@@ -191,6 +191,21 @@ def recomputed_groups(job: Job, layout: Layout, stage: int, chunk: int) -> list[
     return [layout.recompute_layers] * whole + [rest] * (rest > 0) + [1] * alone
 
 
+def recomputed_together(job: Job, layout: Layout, stage: int) -> tuple[int, int, int]:
+    """Numbers of layers that backward recomputes together.
+
+    Returns:
+        The layers of the first group in backward; those of the largest group after it; and after how many groups the
+        first such one comes.
+    """
+    if layout.recompute != "full":
+        return 1, 1, 1
+    chunks = (recomputed_groups(job, layout, stage, chunk) for chunk in range(layout.chunks))
+    *later, first = max(chunks, key=sum) or [1]
+    largest = max(later, default=1)
+    return first, largest, later[::-1].index(largest) + 1 if later else 1
+
+
 def leaving_activations(
     job: Job, layout: Layout, element: int, stage: int, chunk: int, program: Program
 ) -> float:

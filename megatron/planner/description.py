@@ -141,7 +141,7 @@ def _cluster(file: _Section) -> Cluster:
     if domain % per_node:
         raise InputError(f"nvlink-domain: {domain} devices are not whole nodes of {per_node}")
     device = _device(file)
-    # A GPU of the table reaches what --gpu takes for it.
+    # A GPU of the table has the efficiencies that --gpu takes for it.
     named = isinstance(file.values["device"], str)
     usual = find_constants(device.name).efficiency if named else DATA_SHEET_EFFICIENCY
     cluster = Cluster(

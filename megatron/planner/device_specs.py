@@ -205,15 +205,15 @@ def host_memory(name: str) -> tuple[float, float] | tuple[None, None]:
 
 
 def data_sheet(name: str, *, where: str) -> DataSheet:
-    """Find a GPU by the planner's name; hyphens, capitals, the maker and the socket (SXM) do not matter.
+    """Find a GPU by its name here, ignoring case, spaces, hyphens, vendor, socket (SXM) and kind of memory (HBM).
 
     Raises:
         InputError: there is none of that name; `where` names the flag or file that gave it.
     """
     wanted = _simplified(name)
-    wanted = ALIASES.get(wanted, wanted)
+    wanted = _simplified(ALIASES.get(wanted, wanted))
     for sheet in DATA_SHEETS:
-        if _simplified(sheet.name) == _simplified(wanted):
+        if _simplified(sheet.name) == wanted:
             return sheet
     known = ", ".join(sheet.name for sheet in DATA_SHEETS)
     raise InputError(
@@ -223,5 +223,5 @@ def data_sheet(name: str, *, where: str) -> DataSheet:
 
 
 def _simplified(name: str) -> str:
-    """A name without what does not distinguish GPUs: "NVIDIA H100 80GB HBM3" becomes "h10080gb"."""
+    """Normalize a GPU's name: "NVIDIA H100 80GB HBM3" becomes "h10080gb"."""
     return re.sub(r"nvidia|geforce|tesla|sxm\d?|hbm\d?e?|[-_ ]", "", name.lower())

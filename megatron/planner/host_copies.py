@@ -44,7 +44,7 @@ def leaving_bytes(job: Job, layout: Layout, stage: int, chunk: int, kept: float)
 def input_stays(job: Job, layout: Layout, stage: int, chunk: int) -> bool:
     """Return True if a chunk keeps its input on the device although its layers' activations leave.
 
-    An input from another chunk stays, since its gradient is that of a tensor that exists.
+    An input from another chunk stays, because its gradient is sent back.
     """
     return leaving_layers(job, layout, stage, chunk)[1] > 0 and not layout.is_first(stage, chunk)
 
@@ -117,7 +117,7 @@ def offloaded_activations(
 
 
 def moments_after_forward(job: Job, layout: Layout, stage: int) -> tuple[tuple[Pass, int | None, Held], ...]:
-    """The most that a stage holds in a pass, apart for each chunk whose forward was the last."""
+    """What a stage holds at its fullest moments, for each kind of pass and each chunk of the last forward before it."""
     m = counted_microbatches(layout.schedule_name, layout.pipeline, layout.microbatches(job))
     return most_held_after_forward(layout.schedule(job), layout.pipeline, layout.chunks, m, stage)
 

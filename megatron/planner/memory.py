@@ -20,7 +20,7 @@ from megatron.planner.activations import (
     leaving_activations,
     loss_working,
     recomputed_experts,
-    recomputed_groups,
+    recomputed_together,
     ring_working,
     transfer_buffers,
     waiting_bytes,
@@ -161,9 +161,7 @@ def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program
                 backward_of_a_layer(job, layout, element), ring_working(job, layout, element, program)
             )
     chunks = range(layout.chunks)
-    groups = [1]
-    if layout.recompute == "full":
-        groups = max((recomputed_groups(job, layout, stage, chunk) for chunk in chunks), key=sum) or [1]
+    last_group, largest_group, later = recomputed_together(job, layout, stage)
 
     def again(layers: int) -> float:
         """Bytes of layers that are recomputed at a time, of which the first one's input is kept."""
@@ -178,23 +176,19 @@ def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program
     if stage == 0 and job.model.hidden_dropout:  # the embeddings' dropout masks (2205.05198 section 4.3)
         activations += first * hidden
     leaving = [leaving_activations(job, layout, element, stage, chunk, program) for chunk in chunks]
-    held, in_layer = 0.0, working + again(max(groups))
+    held, in_layer = 0.0, working + again(max(last_group, largest_group))
     if any(leaving):
         stay = [chunk_activations(job, layout, element, stage, chunk, program) for chunk in chunks]
         offloaded = offloaded_activations(job, layout, stage, stay, leaving)
         held = offloaded.host
         activations += offloaded.forward - kept
         working += offloaded.backward - offloaded.forward
-    # Backward begins with the last group. When it comes to the first of the largest others, later ones are freed.
     mtp = job.model.mtp_num_layers * hidden * (job.residual_element(element) + 5 * element)
-    last_group, largest_group = groups[-1], max(groups[:-1], default=1)
-    later = groups[:-1][::-1].index(largest_group) + 1 if len(groups) > 1 else 1
+    # Backward begins with the layers of multi-token prediction, which are freed when it comes to a larger group.
     mtp_is_freed = stage == layout.last_stage and largest_group > 1
     units = sharded_units(job, layout, stage, element, program, (last_group, largest_group))
     layer = of_layer(recompute=layout.recompute, has_experts=experts > 0)
-    microbatch = sum(
-        chunk_activations(job, layout, element, stage, chunk, program) for chunk in range(layout.chunks)
-    )
+    microbatch = sum(chunk_activations(job, layout, element, stage, chunk, program) for chunk in chunks)
     working = max(
         working + again(last_group) + units.first_backward,
         working + again(largest_group) + units.backward - later * layer - mtp * mtp_is_freed,

@@ -13,7 +13,7 @@ from megatron.planner.memory import fits, usable_memory
 from megatron.planner.our_program import memory_of
 from megatron.planner.space import can_tensor_parallel, divides_experts, offloaded, schedules, variants
 
-# Letters of the axes, chunks per stage and microbatch size, with the fields of `Layout`. Capitals are the same.
+# Letters of the axes, chunks per stage and microbatch size, with the fields of `Layout`. Case does not matter.
 LETTERS = {
     "t": "tensor",
     "c": "context",

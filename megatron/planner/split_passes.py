@@ -55,7 +55,11 @@ class ChunkMemory:
 
 
 def peak(moments: Iterable[tuple[Pass, int | None, Held]], chunks: Sequence[ChunkMemory]) -> float:
-    """The most bytes that a stage holds in any pass, by the chunk whose forward pass was the last before it."""
+    """Return the most bytes that a stage holds in any pass.
+
+    A moment is a pass, the chunk of the last forward pass before it (None without offload), and what other microbatches
+    hold.
+    """
     of_each = [*(chunk.kept for chunk in chunks), *(chunk.waiting for chunk in chunks)]
     most = 0.0
     for (kind, number), before, held in moments:

@@ -72,7 +72,7 @@ def check_schedule(config: RunConfig, batches: BatchSchedule) -> None:
         if chunks != 2:
             one = ", or leave it out for one chunk" if schedule == "auto" else ""
             raise InputError(
-                f"{name} has two chunks on each of {stages} stages, and here are {chunks}; set "
+                f"{name} has two chunks on each of {stages} stages, but {chunks} are given; set "
                 f"--num-layers-per-virtual-pipeline-stage to --num-layers / {2 * stages}{one}"
             )
     unit = batches.micro_batch_size * batches.data_parallel_size

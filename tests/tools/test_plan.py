@@ -306,7 +306,7 @@ def test_single_changes_keep_the_rest(plan, stages: str, even: str):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--gpus 1024 --seq-length 4 -- {}", "--seq-length has no place before --"),
+        ("--gpus 1024 --seq-length 4 -- {}", "--seq-length cannot be given before --"),
         (
             "--gpus 1000 -- {}",
             "--tensor-model-parallel-size 4 x --pipeline-model-parallel-size 8 needs a multiple",
@@ -330,15 +330,15 @@ def test_single_changes_keep_the_rest(plan, stages: str, even: str):
             "-- torchrun: starts 512 processes, and the cluster has 1024 devices; make them equal",
         ),
         ("--gpus 1024 -- {} --no-such-flag", "--no-such-flag is not a flag"),
-        ("--gpu h100 --", "--: the training command to plan, or its flags, is required"),
+        ("--gpu h100 --", "-- must be followed by a training command or its flags"),
         (
             "--gpu h100 -- {}",
-            "--gpus, --cluster, or the number of processes in a torchrun command, is required",
+            "the number of GPUs is required: give --gpus, --cluster, or a torchrun command",
         ),
         ("--model 175b --gpu-watts 700", "--gpu-watts needs --tokens"),
         ("--model 175b --days 7", "--days needs --tokens"),
         ("--model 175b --days 7 --tokens 1e9 --gpus 8", "--days: finds the number of GPUs"),
-        ("--gpus 8 --longest-seq-length -- {}", "--longest-seq-length has no place before --"),
+        ("--gpus 8 --longest-seq-length -- {}", "--longest-seq-length cannot be given before --"),
     ],
 )
 def test_bad_commands_are_refused(plan, flags: str, message: str):

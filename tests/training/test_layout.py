@@ -178,13 +178,13 @@ INVALID = [
     (
         2,
         f"{P} 2 {V} 2 {SCHEDULE} zb-v",
-        f"{SCHEDULE}: zb-v has two chunks on each of 2 stages, and here are 3; set {V} to --num-layers / 4",
+        f"{SCHEDULE}: zb-v has two chunks on each of 2 stages, but 3 are given; set {V} to --num-layers / 4",
         [f"{V} 3"],
     ),
     (
         2,
         f"{P} 2 {V} 2 {SCHEDULE} auto",
-        f"{SCHEDULE}: auto has two chunks on each of 2 stages, and here are 3; set {V} to --num-layers / 4, or leave "
+        f"{SCHEDULE}: auto has two chunks on each of 2 stages, but 3 are given; set {V} to --num-layers / 4, or leave "
         "it out for one chunk",
         [f"{V} 3"],
     ),
