@@ -2,9 +2,10 @@
 
     python benchmarks/planner_cpu.py [--layouts T2 D2 ...] [--precisions fp32 bf16] [--rounds 3]
 
-Runs have single-threaded processes, one on each of two cores or one alone. Calibrations as by `tools/plan.py
---calibrate` come before and after each group of layouts, because the speed of a shared machine changes from minute to
-minute; a prediction is the mean by both. Run this on an otherwise idle machine.
+Runs have single-threaded processes, one on each of two cores or one alone. The speed of a shared machine changes from
+minute to minute. So calibrations as by `tools/plan.py --calibrate`, but of one round, come before and after each step of
+a group of layouts. A step is predicted by the mean of these two, and the error is the median over the steps. Run this on
+an otherwise idle machine.
 
 Mixtures choose experts at random, as in NVIDIA's benchmarks (--moe-router-force-load-balancing): the planner takes each
 expert as equally likely, while an untrained router gives one of two ranks up to 13% more rows than the mean.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import statistics
@@ -78,8 +80,7 @@ LAYOUTS = {
     "C2, a2a": (2, f"{CP} a2a"),
 }
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# Runs that are kept in memory at the same time, and rounds of a calibration.
-GROUP, CALIBRATION_ROUNDS = 5, 2
+GROUP = 5  # runs that are kept in memory at the same time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,34 +149,25 @@ def planned(config: BenchmarkConfig) -> list[str]:
 
 
 def compare(config: BenchmarkConfig, layouts: Sequence[str], precision: str) -> Iterator[dict[str, object]]:
-    """Yield measured and predicted seconds of a step of each layout, in groups between two calibrations."""
+    """Yield measured and predicted seconds of a step of each layout."""
     flags = f"{MODEL} {config.flags} {'--bf16' if precision == 'bf16' else ''}"
     for processes in (1, 2):
         names = [name for name in layouts if LAYOUTS[name][0] == processes]
-        before: Cluster | None = None
         for group in (names[i : i + GROUP] for i in range(0, len(names), GROUP)):
-            before = before or calibrate(processes, precision)
-            seconds = measure(flags, group, config.rounds)
-            after = calibrate(processes, precision)
+            seconds, clusters = measure(flags, group, precision, config.rounds)
             for name in group:
                 job, layout = given(flags, name)
-                steps = [Simulator(job, layout, cluster, OURS).step() for cluster in (before, after)]
-                predicted = [step.seconds for step in steps]
-                mean = math.sqrt(math.prod(predicted))
+                found = [Simulator(job, layout, cluster, OURS).step().seconds for cluster in clusters]
+                predicted = [math.sqrt(before * after) for before, after in itertools.pairwise(found)]
+                errors = [x / y - 1 for x, y in zip(predicted, seconds[name], strict=True)]
                 yield {
                     "precision": precision,
                     "layout": name,
-                    "measured": round(seconds[name], 4),
-                    "predicted": round(mean, 4),
-                    "error": round(mean / seconds[name] - 1, 4),
-                    "by calibration": [round(x, 4) for x in predicted],
+                    "measured": round(statistics.median(seconds[name]), 4),
+                    "predicted": round(statistics.median(predicted), 4),
+                    "error": round(statistics.median(errors), 4),
+                    "errors": [round(error, 4) for error in errors],
                 }
-            before = after
-
-
-def calibrate(processes: int, precision: str) -> Cluster:
-    """Measure so many processes of this machine."""
-    return measure_cpu(processes, PRECISIONS[precision], rounds=CALIBRATION_ROUNDS)[0]
 
 
 def time_steps(flags: str) -> Iterator[float]:
@@ -196,20 +188,25 @@ def random_logits(logits: Callable[[Tensor], Tensor], x_sbh: Tensor) -> Tensor:
     return logits_sbe + (torch.randn_like(logits_sbe) - logits_sbe).detach()
 
 
-def measure(flags: str, names: Sequence[str], rounds: int) -> dict[str, float]:
-    """Return the median seconds per step of each layout. Their steps take turns."""
+def measure(
+    flags: str, names: Sequence[str], precision: str, rounds: int
+) -> tuple[dict[str, list[float]], list[Cluster]]:
+    """Return the seconds of the steps of each layout, which take turns, and the calibrations around each turn."""
     seconds: dict[str, list[float]] = {name: [] for name in names}
+    processes = LAYOUTS[names[0]][0]
+    calibrate = functools.partial(measure_cpu, processes, PRECISIONS[precision], rounds=1)
     with contextlib.ExitStack() as stack:
         workers = {}
         for name in names:
-            processes, more = LAYOUTS[name]
-            workers[name] = stack.enter_context(Workers(time_steps, processes, f"{flags} {more}"))
+            workers[name] = stack.enter_context(Workers(time_steps, processes, f"{flags} {LAYOUTS[name][1]}"))
         for run in workers.values():
             run.next()
+        clusters = [calibrate()[0]]
         for _ in range(rounds):
             for name, run in workers.items():
                 seconds[name].append(run.next()[0])
-    return {name: statistics.median(times) for name, times in seconds.items()}
+            clusters.append(calibrate()[0])
+    return seconds, clusters
 
 
 if __name__ == "__main__":
