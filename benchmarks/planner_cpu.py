@@ -3,9 +3,9 @@
     python benchmarks/planner_cpu.py [--layouts T2 D2 ...] [--precisions fp32 bf16] [--rounds 3]
 
 Runs have single-threaded processes, one on each of two cores or one alone. The speed of a shared machine changes from
-minute to minute. So calibrations as by `tools/plan.py --calibrate`, but of one round, come before and after each step of
-a group of layouts. A step is predicted by the mean of these two, and the error is the median over the steps. Run this on
-an otherwise idle machine.
+minute to minute. So calibrations as by `tools/plan.py --calibrate`, but of one round, come before and after each step
+of a group of layouts. A step is predicted by the mean of these two, and the error is the median over the steps. Run
+this on an otherwise idle machine.
 
 Mixtures choose experts at random, as in NVIDIA's benchmarks (--moe-router-force-load-balancing): the planner takes each
 expert as equally likely, while an untrained router gives one of two ranks up to 13% more rows than the mean.

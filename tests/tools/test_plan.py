@@ -103,7 +103,7 @@ def test_a_cluster_file(plan, tmp_path: Path):
     assert "2 laptop (one node, fp32)" in out
     assert "--nproc-per-node 2 --nnodes 1 \\" in out
     assert "--bf16" not in out
-    assert "the error is not known for a cluster of your own" in out
+    assert "no error is known for clusters described in a file" in out
 
 
 def test_questions_are_answered(plan):
