@@ -117,7 +117,7 @@ def offloaded_activations(
 
 
 def moments_after_forward(job: Job, layout: Layout, stage: int) -> tuple[tuple[Pass, int | None, Held], ...]:
-    """What a stage holds at its fullest moments, for each kind of pass and each chunk of the last forward before it."""
+    """The fullest moments of a stage, for each kind of pass and each chunk of the last forward pass before it."""
     m = counted_microbatches(layout.schedule_name, layout.pipeline, layout.microbatches(job))
     return most_held_after_forward(layout.schedule(job), layout.pipeline, layout.chunks, m, stage)
 
