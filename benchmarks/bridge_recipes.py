@@ -180,8 +180,8 @@ def x86_host(row: dict[str, Any]) -> float:
 
 def expert_ranks(row: dict[str, Any]) -> int | None:
     """Groups of ranks that divide the experts; None if they are not stated."""
-    named = AUTOMODEL_RANKS.get(row["model_name"]) if "AutoModel" in row["program"] else None
-    return named or row["layout"].get("ep")
+    ranks = AUTOMODEL_RANKS.get(row["model_name"]) if "AutoModel" in row["program"] else None
+    return ranks or row["layout"].get("ep")
 
 
 def division(name: str, layers: int, parts: int) -> tuple[int, ...] | None:

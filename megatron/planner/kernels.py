@@ -280,11 +280,8 @@ class Kernels(AttentionCosts):
             sequence_parallel, scatters: all-gathers and reduce-scatters with sequence parallelism, which gathers the
                 input of a product again in backward (2205.05198 section 4.2.2).
         """
-        size = (
-            self.tokens
-            * (self.job.model.hidden_size if width is None else width)
-            * self.cluster.device.element
-        )
+        width = self.job.model.hidden_size if width is None else width
+        size = self.tokens * width * self.cluster.device.element
         cluster, group = self.cluster, self.layout.tensor_group(self.cluster)
         halves = (number * cluster.all_reduce(size, group) / 2 for number in plain)
         if self.layout.sequence_parallel:

@@ -41,7 +41,8 @@ class Program:
             fused attention.
         stops_recomputing: full recomputation of a layer stops before its last product, whose output backward does not
             need (XLA, and torch's non-reentrant checkpoints since 2.1).
-        keeps_queries: full recomputation keeps queries, keys and values and does not repeat their projections.
+        keeps_queries: full recomputation keeps queries, keys and values and does not repeat their projections (not of
+            latent attention).
         fp32_shards: sharded parameters are kept in fp32 only, as their own master weights.
         ring_joins: ring attention joins the parts of its output and gradients in fp32 by operations of their own.
         tensor_overlap: share of tensor-parallel communication that runs beside matrix products.

@@ -163,12 +163,12 @@ class Simulator:
     @functools.cached_property
     def stage_waits(self) -> float:
         """Seconds that the stage which waits longest waits for copies of a microbatch."""
-        kinds, chunks = (
-            (Forward, BackwardInput if self.layout.splits_backward else Backward),
-            self.layout.chunks,
+        backward, chunks = (
+            BackwardInput if self.layout.splits_backward else Backward,
+            range(self.layout.chunks),
         )
         return max(
-            sum(self.copy_wait(kind, rank, chunk) for kind in kinds for chunk in range(chunks))
+            sum(self.copy_wait(kind, rank, chunk) for kind in (Forward, backward) for chunk in chunks)
             for rank in self.stages
         )
 

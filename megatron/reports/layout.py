@@ -38,7 +38,7 @@ def layout_line(engine: Engine) -> str:
             (f"{config.pipeline_schedule} schedule", mesh.pp.size > 1),
             (f"{len(sizes_of[0])} chunks per stage", len(sizes_of[0]) > 1),
             (f"stages {stages}", stages is not None),
-            (f"stages of {_numbers(sizes_of)} layers", stages is None and uneven),
+            (f"stages of {_stage_sizes(sizes_of)} layers", stages is None and uneven),
             (f"{config.recompute_granularity} recomputation", config.recompute_granularity is not None),
             ("optimizer in host memory", engine.config.optimizer.cpu_offload_optimizer),
         )
@@ -71,7 +71,7 @@ def _chunks(engine: Engine) -> list[list[Chunk]]:
     return split_layers(engine.config.parallel, engine.config.model.num_layers)
 
 
-def _numbers(sizes: list[list[int]]) -> str:
+def _stage_sizes(sizes: list[list[int]]) -> str:
     """Layers of each stage, those of its chunks joined by +."""
     return ", ".join("+".join(map(str, chunks)) for chunks in sizes)
 
