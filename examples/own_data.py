@@ -33,11 +33,13 @@ class Pieces(GPTSamples):
 def build_datasets(config: RunConfig, tokenizer: Tokenizer, samples: tuple[int, ...]) -> dict[str, Dataset]:
     """Train on the first nine tenths of the file and evaluate on the rest, with as many samples as the run wants."""
     data = config.data
-    (path,) = data.require("data_path")[0]
-    text = np.frombuffer(Path(path).read_bytes(), dtype=np.uint8).astype(np.int64)
+    paths = data.require("data_path")[0]
+    if len(paths) != 1 or not Path(paths[0]).is_file():
+        raise InputError(f"--data-path: {' '.join(paths)} is not one file; name the file to train on")
+    text = np.frombuffer(Path(paths[0]).read_bytes(), dtype=np.uint8).astype(np.int64)
     cut = len(text) * 9 // 10
     if len(text) - cut <= data.seq_length:
-        raise InputError(f"--data-path: {path} is shorter than 10 x --seq-length {data.seq_length}")
+        raise InputError(f"--data-path: {paths[0]} is shorter than 10 x --seq-length {data.seq_length}")
     common = {"config": data, "vocab_size": tokenizer.vocab_size}
     train = Pieces(text=text[:cut], samples=samples[0], **common)
     return {"train": train, "validation": Pieces(text=text[cut:], samples=samples[1], **common)}

@@ -9,12 +9,19 @@ import dataclasses
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from megatron.api import GPT, GPTBatch, main
+from megatron.api import GPT, Chunk, GPTBatch, InputError, ModelContext, RunConfig, main
 
 
-def forward(model: torch.nn.Module, batch: GPTBatch, hidden: Tensor | None, dropout_key: object) -> Tensor:
+def build_model(config: RunConfig, context: ModelContext, chunk: Chunk | None) -> nn.Module:
+    """Build a GPT. Refuse tensor parallelism, which splits the logits over the ranks."""
+    if config.parallel.tensor_model_parallel_size > 1:
+        raise InputError("--tensor-model-parallel-size: this loss needs whole logits; use 1")
+    return GPT.build_model(config, context, chunk)
+
+
+def forward(model: nn.Module, batch: GPTBatch, hidden: Tensor | None, dropout_key: object) -> Tensor:
     """Return the sums of both terms over the batch, or the hidden states for the next pipeline stage."""
     logits_bsv = model(batch.tokens, batch.position_ids, hidden_sbh=hidden, dropout_key=dropout_key)
     if model.output_layer is None:
@@ -30,12 +37,12 @@ def denominators(batch: GPTBatch) -> Tensor:
     return batch.loss_mask.sum().repeat(2)
 
 
-# Evaluations report the usual loss, which other runs can be compared with. The logits of tensor parallelism are split
-# over the ranks, so this forward function is for a tensor-parallel size of 1.
+# Evaluations report the usual loss, which other runs can be compared with.
 TASK = dataclasses.replace(
     GPT,
     loss_names=("smoothed loss", "z loss"),
     loss_denominators=denominators,
+    build_model=build_model,
     forward=forward,
     metric=GPT.losses,
 )

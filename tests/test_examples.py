@@ -57,6 +57,27 @@ def test_an_optimizer_of_ones_own_is_a_choice(command: Callable) -> None:
     assert done.stderr.splitlines()[-1].startswith("error: --signsgd-momentum: 2.0 is too large")
 
 
+@pytest.mark.parametrize(
+    "name, flags, error",
+    [
+        ("own_data", "--data-path a b", "--data-path: a b is not one file"),
+        ("own_data", "--data-path nope", "--data-path: nope is not one file"),
+        (
+            "own_loss",
+            "--tensor-model-parallel-size 2 --dry-run",
+            "--tensor-model-parallel-size: this loss needs whole logits",
+        ),
+    ],
+)
+def test_wrong_flags_are_errors(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, flags: str, error: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name, *QUICK, *flags.split()])
+    with pytest.raises(SystemExit, match=r"^2$"):
+        runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {error}")
+
+
 @pytest.mark.slow
 def test_a_data_set_on_two_replicas(command: Callable) -> None:
     """Worker processes find the data set's class, and two replicas train the same model as one."""

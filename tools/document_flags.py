@@ -66,7 +66,8 @@ def _row(field: dataclasses.Field, scalar: type) -> str:
     else:
         values = field.default if isinstance(field.default, tuple) else (field.default,)
         default = "" if field.default is None else f"`{' '.join(map(str, values))}`"
-    return f"| {names} | {_values(spec, scalar)} | {default} | {spec.help} |\n"
+    meaning = spec.help.replace("|", "\\|")
+    return f"| {names} | {_values(spec, scalar)} | {default} | {meaning} |\n"
 
 
 def _values(spec: Flag, scalar: type) -> str:
