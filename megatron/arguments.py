@@ -126,8 +126,6 @@ def _check_across(config: RunConfig) -> None:
     length, longest = config.data.seq_length, config.model.max_position_embeddings
     if length is not None and longest is not None and length > longest:
         raise InputError(f"--seq-length: {length} is longer than --max-position-embeddings {longest}")
-    if training.train_iters is None and training.train_samples is None:
-        raise InputError("--train-iters or --train-samples is required: how long to train")
     parts = config.parallel.expert_tp
     if config.model.num_experts is not None and optimizer.optimizer == "muon" and parts != 1:
         raise InputError(
@@ -136,6 +134,8 @@ def _check_across(config: RunConfig) -> None:
         )
     for section in config.plugins.values():
         section.check(config)
+    if training.train_iters is None and training.train_samples is None:
+        raise InputError("--train-iters or --train-samples is required: how long to train")
     unit, other = ("iters", "samples") if training.train_iters is not None else ("samples", "iters")
     for name in ("lr-decay", "lr-warmup", "lr-wsd-decay"):
         value = getattr(optimizer, f"{name}-{other}".replace("-", "_"))

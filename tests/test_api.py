@@ -167,7 +167,7 @@ def test_wrong_configurations() -> None:
 
         small_run(Config())
     with pytest.raises(InputError, match=r"^--train-iters, .* is required"):
-        train(GPT, MODEL, DATA, TOKENIZER, OPTIMIZER)
+        train(GPT, MODEL, DATA, TOKENIZER, OPTIMIZER, TrainingConfig(micro_batch_size=2, device="cpu"))
     with pytest.raises(InputError, match=r"^--micro-batch-size is required"):
         train(GPT, MODEL, DATA, TOKENIZER, OPTIMIZER, LengthConfig(train_tokens=64))
     with pytest.raises(InputError, match=r"^dry_run: train\(\) trains"):

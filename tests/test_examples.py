@@ -50,6 +50,14 @@ def test_program(path: Path, program: Callable[..., str]) -> None:
         assert re.search(r"z loss: \d", out)
 
 
+@pytest.mark.parametrize(("flags", "iterations"), [("", 100), ("--train-samples 16", 2)])
+def test_an_example_has_a_length(program: Callable[..., str], flags: str, iterations: int) -> None:
+    """A given length replaces it, in another unit too."""
+    quick = "--device cpu --num-workers 0 --eval-iters 1 --seq-length 32 --global-batch-size 8".split()
+    out = program("own_data", "--data-path", str(ROOT / "README.md"), *quick, *flags.split())
+    assert re.search(rf"\b{iterations}/{iterations}\b|iteration +{iterations}\b", out), out
+
+
 def test_an_optimizer_of_ones_own_is_a_choice(command: Callable) -> None:
     done = command(
         "-m", "examples.own_optimizer", "--optimizer", "adam", "--signsgd-momentum", 2, *QUICK, status=2

@@ -33,7 +33,11 @@ class LengthConfig(PluginConfig):
     )
 
     def check(self, run: RunConfig) -> None:
-        """Check the phases into which the data flags divide the run."""
+        """Check that there is a length, and the phases into which the data flags divide the run."""
+        if run.training.train_iters is None and run.training.train_samples is None:
+            raise InputError(
+                "--train-iters, --train-samples, --train-tokens or --train-epochs is required: how long to train"
+            )
         check_phases(run.data)
         flags = ("--data-path", run.data.data_path), ("--train-data-path", run.data.train_data_path)
         for name, values in flags:
@@ -47,24 +51,26 @@ class LengthConfig(PluginConfig):
 def expand_length(given: dict[str, Any]) -> dict[str, Any]:
     """Add the --train-samples that --train-tokens stands for to the values given, or a placeholder for --train-epochs.
 
+    A length that is given replaces a default one in another unit.
+
     Raises:
-        InputError: not exactly one length is given, or it is less than a sample.
+        InputError: several lengths are given, or one that is less than a sample.
     """
     # Checks the values.
     LengthConfig(train_tokens=given.get("train_tokens"), train_epochs=given.get("train_epochs"))
     lengths = [name for name in LENGTHS if given.get(name) is not None]
     if not lengths:
-        raise InputError(
-            "--train-iters, --train-samples, --train-tokens or --train-epochs is required: how long to train"
-        )
+        return given
     if len(lengths) > 1:
         first, second, *_ = lengths
         raise InputError(
             f"{_flag(second)}: {given[second]} does not go with {_flag(first)} {given[first]}; give only one length"
         )
     (length,) = lengths
-    if length in ("train_iters", "train_samples"):
-        return given
+    if length == "train_iters":
+        return given | {"train_samples": None}
+    if length == "train_samples":
+        return given | {"train_iters": None}
     for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
         if given.get(f"{name}_iters"):
             raise InputError(
@@ -80,7 +86,7 @@ def expand_length(given: dict[str, Any]) -> dict[str, Any]:
                 f"--train-tokens: {given['train_tokens']} is less than a batch of {smallest} samples of --seq-length "
                 f"{given['seq_length']} tokens; give at least {smallest * given['seq_length']}"
             )
-    return given | {"train_samples": samples}
+    return given | {"train_iters": None, "train_samples": samples}
 
 
 def with_epochs(config: RunConfig, task: Task) -> RunConfig:
