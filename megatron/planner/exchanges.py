@@ -128,7 +128,7 @@ class Replicas:
         """
         element = self.cluster.device.element
         seconds = sum(self.cluster.all_gather(*message) for message in self._messages(element))
-        overlaps = self.layout.overlap_grad_reduce and self.program.parameter_overlap
+        overlaps = self.layout.overlap_param_gather and self.program.parameter_overlap
         hidden = seconds - self._left(seconds, self.layers.forward.total) if overlaps else 0.0
         return Exchange(
             "parameter gather", seconds, hidden, seconds - (1 - self.cluster.efficiency.beside) * hidden
@@ -138,21 +138,27 @@ class Replicas:
         """Gradients that each microbatch reduces, layer by layer, beside the backward pass of the layer before."""
         seconds = self._reduce_scatter()
         overlapped = self.layers.backward.total if self.layout.overlap_grad_reduce else 0.0
-        seconds += self._added
-        return [self._beside("gradient reduction", "backward", seconds, overlapped), *self._over_instances()]
+        return [
+            self._beside(
+                "gradient reduction", "backward", seconds + self._added, overlapped, self._ring_memory
+            ),
+            *self._over_instances(),
+        ]
 
     def _sharded_parameters(self) -> list[Exchange]:
         """Exchanges of ranks that hold parts of the parameters.
 
         Each layer is gathered in forward and again in backward, and its gradients are reduced, for each microbatch,
-        beside the computation of the layers before.
+        beside the computation of the layers before if these overlap.
         """
         gather = self._by_layer(self.cluster.all_gather, self.cluster.device.element)
         reduce = self._reduce_scatter() + self._added
+        ahead = self.layers.forward.total if self.layout.overlap_param_gather else 0.0
+        back = self.layers.backward.total if self.layout.overlap_grad_reduce else 0.0
         name = "parameter gather and gradient reduction"
         return [
-            self._beside("parameter gather", "forward", gather, self.layers.forward.total),
-            self._beside(name, "backward", gather + reduce, self.layers.backward.total),
+            self._beside("parameter gather", "forward", gather, ahead),
+            self._beside(name, "backward", gather + reduce, back, self._ring_memory),
             *self._over_instances(),
         ]
 
@@ -162,11 +168,25 @@ class Replicas:
         accesses = (1 + 3 / self.layout.shards) * self.program.gradient * self.parameters
         return accesses / (self.cluster.device.bandwidth * self.cluster.efficiency.stream)
 
-    def _beside(self, name: str, kind: str, seconds: float, compute: float) -> Exchange:
-        """An exchange of each microbatch beside so many seconds of computation."""
-        hidden = min(seconds, compute)
-        exposed, m = seconds - (1 - self.cluster.efficiency.beside) * hidden, self.microbatches
+    def _beside(self, name: str, kind: str, seconds: float, compute: float, memory: float = 0.0) -> Exchange:
+        """An exchange of each microbatch beside so many seconds of computation.
+
+        Args:
+            memory: seconds of memory bandwidth that it takes from that computation if it is hidden whole.
+        """
+        hidden, m = min(seconds, compute), self.microbatches
+        exposed = seconds - hidden + self._taken(memory, seconds) * hidden
         return Exchange(name, m * seconds, m * hidden, m * exposed, kind)
+
+    def _taken(self, memory: float, seconds: float) -> float:
+        """Share of a second of computation that a second of communication beside it takes, on SMs and in memory."""
+        return min(1.0, self.cluster.efficiency.beside + (memory / seconds if seconds else 0.0))
+
+    @property
+    def _ring_memory(self) -> float:
+        """Seconds of memory bandwidth of a reduce-scatter of the stage's gradients."""
+        bandwidth = self.cluster.device.bandwidth * self.cluster.efficiency.stream
+        return RING_ACCESSES * self._reduced * self.parameters / bandwidth
 
     def _tied(self) -> float:
         """Seconds of the reduction of the embedding table that the first and the last stage hold."""
@@ -207,6 +227,4 @@ class Replicas:
         last = end_parameters(self.job, layout.tensor, first=True, last=False) / self.parameters
         hidden = (1 - last) * reduce - self._left((1 - last) * reduce, self.layers.backward.total)
         halves = 1 if layout.distributed_optimizer else 2
-        bandwidth = self.cluster.device.bandwidth * self.cluster.efficiency.stream
-        memory = halves * RING_ACCESSES * self._reduced * self.parameters / bandwidth
-        return hidden, reduce - hidden + (memory / reduce + self.cluster.efficiency.beside) * hidden
+        return hidden, reduce - hidden + self._taken(halves * self._ring_memory, reduce) * hidden

@@ -54,6 +54,7 @@ def given_run(config: RunConfig, devices: int) -> tuple[Job, Layout]:
         sequence_parallel=parallel.sequence_parallel,
         distributed_optimizer=parallel.use_distributed_optimizer,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
         scatter_gather=parallel.scatter_gather_tensors_in_pipeline,
         sharded_gradients=sharding == "optim_grads",
         sharded_parameters=sharding == "optim_grads_params",

@@ -35,6 +35,8 @@ class Layout:
         division: layers of each part of the model, first to last; None for equal numbers.
         recompute: "none", "selective" (attention) or "full" (whole layers).
         recompute_layers: with "full", consecutive layers of a chunk that are recomputed at a time.
+        overlap_grad_reduce, overlap_param_gather: gradients are reduced beside backward, and updated parameters
+            gathered beside the next forward pass.
         sharded_gradients: ranks hold a part of the gradients, and reduce those of a layer after each microbatch
             (ZeRO-2).
         sharded_parameters: ranks hold a part of the parameters and gradients, too, and gather a layer when they need it
@@ -65,6 +67,7 @@ class Layout:
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
     overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = True
     scatter_gather: bool = True
     sharded_gradients: bool = False
     sharded_parameters: bool = False
@@ -73,6 +76,11 @@ class Layout:
     offload_optimizer: bool = False
     offload_layers: int | None = 0
     post_validation: bool = False
+
+    @property
+    def gathers_parameters(self) -> bool:
+        """True if replicas update parts of the parameters, which the others gather."""
+        return self.distributed_optimizer or self.sharded_gradients or self.sharded_parameters
 
     @property
     def processes(self) -> int:
@@ -223,7 +231,7 @@ class Layout:
             flags.append(f"--expert-model-parallel-size {self.expert}")
             flags.append(f"--expert-tensor-parallel-size {self.expert_tensor}")
         if self.sharded_parameters:
-            flags.append("--data-parallel-sharding-strategy optim_grads_params --overlap-param-gather")
+            flags.append("--data-parallel-sharding-strategy optim_grads_params")
         elif self.sharded_gradients:
             flags.append("--data-parallel-sharding-strategy optim_grads")
         elif self.distributed_optimizer:
@@ -232,6 +240,8 @@ class Layout:
             flags.append(f"--num-distributed-optimizer-instances {self.instances}")
         if self.overlap_grad_reduce:
             flags.append("--overlap-grad-reduce")
+        if self.overlap_param_gather and self.gathers_parameters:
+            flags.append("--overlap-param-gather")
         if self.recompute != "none":
             flags.append(f"--recompute-granularity {self.recompute}")
         if self.recompute == "full" and self.recompute_layers > 1:

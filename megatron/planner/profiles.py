@@ -75,7 +75,7 @@ START = Efficiency(
 )
 # Blackwell's share in FP8 over that in bf16, by the fitted runs of "nemo-2025" in both precisions. The runs that other
 # programs' constants are fitted to are in FP8 alone.
-BLACKWELL = dataclasses.replace(START, fp8=0.874)
+BLACKWELL = dataclasses.replace(START, fp8=0.865)
 BLOOM_NETWORK = 0.224  # share of the peak of its adapters
 _A100 = Constants(DATA_SHEET_EFFICIENCY, ("1.7b", "18.4b", "1t"), errors=(0.1, 0.25))
 
@@ -99,8 +99,8 @@ _H100 = _fit(
     fp8=1.013,
     expert=0.897,
 )
-_B200 = _fit(BLACKWELL, ("36", "25"), errors=(0.09, 0.11), matmul=0.639, link=0.742)
-_B300 = _fit(BLACKWELL, ("121", "194", "39", "24"), errors=(0.07, 0.08), matmul=0.805, link=0.947)
+_B200 = _fit(BLACKWELL, ("36", "25"), errors=(0.09, 0.11), matmul=0.651, link=0.720)
+_B300 = _fit(BLACKWELL, ("121", "194", "39", "24"), errors=(0.07, 0.08), matmul=0.828, link=0.907)
 # DeepEP reaches 153 GB/s of 160 within a node, and 43 to 58 GB/s over an adapter of 50 (its README): 0.9, where
 # all-to-alls reach 0.7.
 _DEEPEP_H100 = Constants(
@@ -113,11 +113,11 @@ _TORCH_RING = dataclasses.replace(_FLASH_2, context=0.6)
 # No training run on MI300X is among the published ones, so these are shares that public tests of single operations
 # reach, and the errors are a guess. Products of large matrices: 620 of 1,307 TFLOP/s in bf16 and 990 of 2,615 in FP8
 # (SemiAnalysis, "MI300X vs H100 vs H200 Benchmark Part 1: Training", December 2024; 45% of the peak in all formats in
-# 2510.27583). Memory: BabelStream reaches 81% (2510.27583) where it reaches 90% on an H100, whose fit has 0.701.
+# 2510.27583). Memory: BabelStream reaches 81% (2510.27583) where it reaches 90% on an H100, whose fit has 0.704.
 # Links: RCCL's all-reduce over 8 GPUs reaches about 304 of 448 GB/s. Attention: FlashAttention 2's share on an H100.
 _MI300X = Constants(
     dataclasses.replace(
-        _FLASH_2, matmul=0.474, memory=0.63, stream=0.63, link=0.68, network=0.7, fp8=0.8, expert=0.887
+        _FLASH_2, matmul=0.474, memory=0.63, stream=0.63, link=0.68, network=0.7, fp8=0.8, expert=0.897
     ),
     fitted=(),
     errors=(0.25, 0.4),
@@ -162,21 +162,21 @@ CONSTANTS = {
         _in_triton(START),
         ("mpt-7b-a100-40gb-128-s2048-b18",),
         errors=(0.05, 0.25),
-        matmul=0.761,
+        matmul=0.765,
         memory=0.701,
     ),
     ("llm-foundry", "H100"): _fit(
         _in_triton(_FLASH_2),
         ("mpt-7b-h100-80gb-8-s2048-b6",),
         errors=(0.05, 0.25),
-        matmul=0.595,
-        memory=0.677,
+        matmul=0.622,
+        memory=0.674,
     ),
     ("torchtitan", "A100"): Constants(
-        dataclasses.replace(START, matmul=0.761, memory=0.701, stream=0.701), fitted=(), errors=(0.11, 0.25)
+        dataclasses.replace(START, matmul=0.765, memory=0.701, stream=0.701), fitted=(), errors=(0.11, 0.25)
     ),
     ("torchtitan", "H100"): _fit(
-        _TORCH_RING, ("titan-8b-128",), errors=(0.09, 0.25), matmul=0.519, memory=0.656
+        _TORCH_RING, ("titan-8b-128",), errors=(0.09, 0.25), matmul=0.540, memory=0.650
     ),
     ("megatron-core", "H100"): _H100,
     ("automodel", "H100"): _DEEPEP_H100,
@@ -184,10 +184,10 @@ CONSTANTS = {
     ("megatron-core", "B300"): _B300,
     ("megatron-core", "MI300X"): _MI300X,
     ("nemo-2025", "B200"): _fit(
-        START, ("378", "368"), errors=(0.05, 0.2), matmul=0.556, link=0.675, fp8=0.875
+        START, ("378", "368"), errors=(0.05, 0.2), matmul=0.564, link=0.677, fp8=0.865
     ),
-    ("gpt-oss-2025", "B200"): _fit(_B200.efficiency, ("128",), errors=(0.1, 0.17), expert=0.381),
-    ("gpt-oss-2025", "B300"): _fit(_B300.efficiency, ("171",), errors=(0.1, 0.1), expert=0.402),
+    ("gpt-oss-2025", "B200"): _fit(_B200.efficiency, ("128",), errors=(0.1, 0.17), expert=0.367),
+    ("gpt-oss-2025", "B300"): _fit(_B300.efficiency, ("171",), errors=(0.1, 0.1), expert=0.390),
 }
 # A program without rows on a generation takes the constants of this one; by default Megatron-Core's, or on A100 those
 # of Megatron-LM in 2021.

@@ -52,7 +52,7 @@ class Program:
             modules).
         expert_copies_once: a token is sent once to a rank that has several of its experts (DeepEP, HybridEP).
         expert_overlap: share of the all-to-alls of experts that runs beside other work.
-        parameter_overlap: the distributed optimizer's parameters are gathered during the next forward pass.
+        parameter_overlap: the distributed optimizer's parameters can be gathered during the next forward pass.
         compiled: layers are compiled as a whole.
         host: seconds that a process needs to start the kernels of a dense layer, and of one with experts, in forward
             and backward together. A GPU that is faster waits.
@@ -125,6 +125,7 @@ OURS = Program(
     chunked_logits=True,
     gradient=4,
     blocking_transfers=False,
+    parameter_overlap=True,
 )
 # 2104.04473 section 4.2. The backward of a bias reads the gradient (1); that of splitting queries, keys and values
 # writes them as one tensor (2 each). Scores: fused scale, mask and softmax (2; 3), dropout with a mask of half an
@@ -143,6 +144,7 @@ NVIDIA_2021 = dataclasses.replace(
     chunked_logits=False,
     gradient=2,
     blocking_transfers=True,
+    parameter_overlap=False,
 )
 # Megatron-DeepSpeed in fp16, as BLOOM's layouts were tuned with (bigscience-workshop/bigscience,
 # train/tr11-176B-ml/chronicles-prequel.md). Whole gradients are all-reduced, though the optimizer is sharded: ZeRO
@@ -161,7 +163,13 @@ NVIDIA_2019 = dataclasses.replace(
 )
 # Models without biases and dropout: norm (2; 3) and addition (3; 3) twice, no bias of queries, keys and values.
 _NO_BIAS = dataclasses.replace(
-    OURS, residual=(10, 12), heads=(2, 8), mlp=(2, 3), logits=(10, 8), chunked_logits=False
+    OURS,
+    residual=(10, 12),
+    heads=(2, 8),
+    mlp=(2, 3),
+    logits=(10, 8),
+    chunked_logits=False,
+    parameter_overlap=False,
 )
 # Megatron-Core with Transformer Engine as NVIDIA's recipes of 2025 run it: gradients in bf16, parameters gathered
 # during forward, half of the tensor-parallel collectives beside products; corrections of a ring's outputs in few

@@ -62,10 +62,10 @@ def sharded_units(
     if not program.chunked_logits:  # the units of other programs are not known
         of_layer = layer * (program.gradient + 2 * weight)
         return UnitMemory(of_layer, of_layer, loss=of_layer)
-    overlap = layout.overlap_grad_reduce
+    overlap, prefetch = layout.overlap_grad_reduce, layout.overlap_param_gather
     # The next layer's parameters are gathered ahead, if there is one in the chunk.
     layers = max(sum(numbers) for numbers in layout.layers(job)[stage])
-    ahead, further_ahead = (overlap and layers > n for n in (1, 2))
+    ahead, further_ahead = (prefetch and layers > n for n in (1, 2))
     gathered, gathered_later = (
         max(n, 1 + more) for n, more in zip(at_a_time, (ahead, further_ahead), strict=True)
     )
@@ -92,5 +92,5 @@ def sharded_units(
         before_backward = in_use
     else:
         before_backward = program.gradient * ends * overlap if last else reduced
-    first_backward, after_loss = of_layer + before_backward, in_loss + layer * weight * overlap
+    first_backward, after_loss = of_layer + before_backward, in_loss + layer * weight * prefetch
     return UnitMemory(first_backward, in_backward, in_forward, at_its_end, in_loss, after_loss)

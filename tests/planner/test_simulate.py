@@ -117,9 +117,40 @@ def test_the_distributed_optimizer_scatters_gradients_and_gathers_weights(progra
     machine, gpt, parameters = cluster(8), job(24, 2304, 24, 512), 1_652_230_656
     half_ring = 7 / 8 * parameters / (300e9 * machine.efficiency.link)
     for sharded, size in ((True, program.gradient + 2), (False, 2 * program.gradient)):
-        layout = Layout(data=8, micro_batch_size=16, distributed_optimizer=sharded)
+        layout = Layout(
+            data=8, micro_batch_size=16, distributed_optimizer=sharded, overlap_param_gather=False
+        )
         found = Simulator(gpt, layout, machine, program).gradients()
         assert found == pytest.approx(size * half_ring, rel=0.01)
+
+
+def test_shards_are_not_faster_than_what_communicates_less():
+    """ZeRO-1 moves the least in a step, ZeRO-2 as much for one microbatch, ZeRO-3 a gather more."""
+    machine, gpt = cluster(64, "h100-80gb"), job(24, 2304, 24, 64)
+    whole = Layout(data=64, distributed_optimizer=True, overlap_grad_reduce=True)
+    zero2 = dataclasses.replace(whole, sharded_gradients=True)
+    zero3 = dataclasses.replace(whole, sharded_parameters=True)
+    one, two, three = (
+        Simulator(gpt, layout, machine, OURS).step().seconds for layout in (whole, zero2, zero3)
+    )
+    assert one * 0.999 <= two <= three
+    assert "--overlap-param-gather" in whole.flags(gpt)
+
+
+def test_parameters_that_are_gathered_beside_forward_cost_less():
+    machine, gpt = cluster(64, "h100-80gb"), job(24, 2304, 24, 64)
+    for sharding in ({}, {"sharded_parameters": True}):
+        beside = Layout(data=64, distributed_optimizer=True, overlap_grad_reduce=True, **sharding)
+        after = dataclasses.replace(beside, overlap_param_gather=False)
+        exposed = [
+            next(
+                exchange.exposed
+                for exchange in Simulator(gpt, layout, machine, OURS).exchanges()
+                if exchange.name == "parameter gather"
+            )
+            for layout in (beside, after)
+        ]
+        assert exposed[0] < exposed[1] / 3
 
 
 def test_a_single_node_needs_no_network():
