@@ -1,11 +1,11 @@
 """Compare the planner's predictions for this CPU with measured steps of every layout that the tests train.
 
-    python benchmarks/planner_cpu.py [--layouts T2 D2 ...] [--precisions fp32 bf16] [--rounds 3]
+    python benchmarks/planner_cpu.py [--layouts T2 D2 ...] [--precisions fp32 bf16] [--rounds 8]
 
-Runs have single-threaded processes, one on each of two cores or one alone. The speed of a shared machine changes from
-minute to minute. So calibrations as by `tools/plan.py --calibrate`, but of one round, come before and after each step
-of a group of layouts. A step is predicted by the mean of these two, and the error is the median over the steps. Run
-this on an otherwise idle machine.
+Runs have single-threaded processes, one on each of two cores or one alone. The speed of a shared machine may double
+within ten seconds. So a cycle of the measurements of `tools/plan.py --calibrate` comes before and after each step of a
+group of layouts. The mean of a layout's steps is compared with the prediction for the means of the cycles beside them.
+Run this on an otherwise idle machine.
 
 Mixtures choose experts at random, as in NVIDIA's benchmarks (--moe-router-force-load-balancing): the planner takes each
 expert as equally likely, while an untrained router gives one of two ranks up to 13% more rows than the mean.
@@ -16,9 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import json
-import math
 import statistics
 import sys
 import time
@@ -26,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,8 +40,7 @@ from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.errors import InputError
 from megatron.flags import Config, flag
 from megatron.model.moe.router import Router
-from megatron.planner.calibrate import measure_cpu
-from megatron.planner.cluster import Cluster
+from megatron.planner.calibrate import cycles, fit_cluster, mean_of
 from megatron.planner.given import given_run
 from megatron.planner.layout import Job, Layout
 from megatron.planner.programs import OURS
@@ -93,7 +91,7 @@ class BenchmarkConfig(Config):
     precisions: tuple[str, ...] = flag(
         tuple(PRECISIONS), "precisions to measure", choices=tuple(PRECISIONS), nargs="+"
     )
-    rounds: int = flag(3, "measured steps of each layout", low=1)
+    rounds: int = flag(8, "measured steps of each layout", low=1)
     flags: str = flag("", "flags of pretrain_gpt.py that change the measured model")
     output: str = flag(
         str(ROOT / "benchmarks/results/planner_cpu.json"), "file to write the results to", metavar="FILE"
@@ -154,19 +152,20 @@ def compare(config: BenchmarkConfig, layouts: Sequence[str], precision: str) -> 
     for processes in (1, 2):
         names = [name for name in layouts if LAYOUTS[name][0] == processes]
         for group in (names[i : i + GROUP] for i in range(0, len(names), GROUP)):
-            seconds, clusters = measure(flags, group, precision, config.rounds)
-            for name in group:
+            for name, (seconds, beside) in measure(flags, group, precision, config.rounds).items():
                 job, layout = given(flags, name)
-                found = [Simulator(job, layout, cluster, OURS).step().seconds for cluster in clusters]
-                predicted = [math.sqrt(before * after) for before, after in itertools.pairwise(found)]
-                errors = [x / y - 1 for x, y in zip(predicted, seconds[name], strict=True)]
+                cluster = fit_cluster(mean_of(beside), processes, PRECISIONS[precision])
+                measured, predicted = (
+                    statistics.mean(seconds),
+                    Simulator(job, layout, cluster, OURS).step().seconds,
+                )
                 yield {
                     "precision": precision,
                     "layout": name,
-                    "measured": round(statistics.median(seconds[name]), 4),
-                    "predicted": round(statistics.median(predicted), 4),
-                    "error": round(statistics.median(errors), 4),
-                    "errors": [round(error, 4) for error in errors],
+                    "measured": round(measured, 4),
+                    "predicted": round(predicted, 4),
+                    "error": round(predicted / measured - 1, 4),
+                    "steps": [round(x, 3) for x in seconds],
                 }
 
 
@@ -188,25 +187,34 @@ def random_logits(logits: Callable[[Tensor], Tensor], x_sbh: Tensor) -> Tensor:
     return logits_sbe + (torch.randn_like(logits_sbe) - logits_sbe).detach()
 
 
+def calibrate(processes: int, precision: str) -> Iterator[dict[str, float]]:
+    """Yield the cycles of a calibration."""
+    dist.init_process_group("gloo")
+    yield from cycles(dist.get_rank(), processes, PRECISIONS[precision])
+
+
 def measure(
     flags: str, names: Sequence[str], precision: str, rounds: int
-) -> tuple[dict[str, list[float]], list[Cluster]]:
-    """Return the seconds of the steps of each layout, which take turns, and the calibrations around each turn."""
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+) -> dict[str, tuple[list[float], list[dict[str, float]]]]:
+    """Return the seconds of the steps of each layout, which take turns, and the cycles before and after them."""
+    found: dict[str, tuple[list[float], list[dict[str, float]]]] = {name: ([], []) for name in names}
     processes = LAYOUTS[names[0]][0]
-    calibrate = functools.partial(measure_cpu, processes, PRECISIONS[precision], rounds=1)
     with contextlib.ExitStack() as stack:
         workers = {}
         for name in names:
             workers[name] = stack.enter_context(Workers(time_steps, processes, f"{flags} {LAYOUTS[name][1]}"))
         for run in workers.values():
             run.next()
-        clusters = [calibrate()[0]]
+        calibration = stack.enter_context(Workers(calibrate, processes, processes, precision))
+        before = calibration.next()[0]
         for _ in range(rounds):
             for name, run in workers.items():
-                seconds[name].append(run.next()[0])
-            clusters.append(calibrate()[0])
-    return seconds, clusters
+                seconds, beside = found[name]
+                seconds.append(run.next()[0])
+                after = calibration.next()[0]
+                beside += before, after
+                before = after
+    return found
 
 
 if __name__ == "__main__":

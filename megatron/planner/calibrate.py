@@ -2,10 +2,10 @@
 
 One single-threaded process per core, at least two, measure at the same time, because cores share memory bandwidth. The
 efficiencies of matrix products, those of experts apart, of attention and of accumulating gradients and the launch
-overhead are fitted to the times of five small models. gloo's collectives are measured one by one: its all-gathers and
+overhead are fitted to the times of seven small models. gloo's collectives are measured one by one: its all-gathers and
 reduce-scatters take as long as its all-reduces. So are the kernels of ring attention, which are others than those of
-one process. A collective counts by its mean: of its messages some wait for the next tick of the system's scheduler, and
-a step has hundreds.
+one process. The speed of a shared machine may change within seconds, so all measurements take turns in cycles of some
+seconds, and count by their means.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,22 +43,23 @@ from megatron.parallel.collectives import (
 from megatron.parallel.mesh import Axis
 from megatron.planner.calibrate_context import ring_kernels, with_ring
 from megatron.planner.calibrate_model import VOCAB_SIZE, build_model, checked, forward, make_job, microbatch
-from megatron.planner.cluster import Cluster, Device, Efficiency, Link
+from megatron.planner.cluster import Cluster, Device, Efficiency, Link, Measured
 from megatron.planner.description import describe
-from megatron.planner.layout import Layout
+from megatron.planner.layout import Job, Layout
 from megatron.planner.parameters import stage_parameters
 from megatron.planner.programs import OURS
 from megatron.planner.simulate import OPTIMIZER_BYTES, Simulator
 from megatron.tool import write_output_file
 
 CPU = torch.device("cpu")
-# Measurements alternate in rounds, because a machine's speed may change within a minute; seconds of each per round,
-# and of each communication.
-ROUNDS, SECONDS, COMMUNICATION_SECONDS = 8, 0.7, 0.8
-MAX_SPREAD = 1.3  # ratio of the slowest to the fastest round above which a note is printed
+SECONDS, PROGRESS = 160.0, 20.0  # of a calibration; between lines of its progress
+REPEATED = 0.05  # seconds for which a measurement is repeated in a cycle, at least once
+BLOCK = 4  # collectives in a row, with a forward pass before each
+MAX_SPREAD = 1.3  # ratio of the slowest to the fastest quarter of the cycles above which a note is printed
 MESSAGES = (1 << 18, 1 << 23)  # bytes of the communication
 SIDE, COPIED = 1024, 1 << 24  # rows and columns of the square product; elements of the copy
 TOKENS, HIDDEN = 128, 1024  # shape for element-wise operations
+PEAKS = ("copy", "square")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "shift")
 MIXTURE: dict[str, Any] = {
     "add_bias_linear": False,
@@ -68,21 +68,24 @@ MIXTURE: dict[str, Any] = {
     "moe_ffn_hidden_size": 2048,
     "moe_grouped_gemm": True,
 }
-# Each model's time depends more on its constant than the other models' times do.
+# Each model's time depends more on its constant than the other models' times do. Products have several sizes, since no
+# constant suits them all.
 JOBS = {
-    "matmul": make_job(2, 768, 12, 256),
-    "accumulate": make_job(2, 768, 12, 64),
-    "attention": make_job(2, 128, 2, 512),
-    "launch": make_job(2, 64, 1, 16),
-    "expert": make_job(1, 768, 12, 256, **MIXTURE),
+    "matmul": (make_job(2, 512, 8, 256), make_job(1, 1024, 16, 256)),
+    "accumulate": (make_job(2, 512, 8, 64), make_job(1, 1024, 16, 64)),
+    "attention": (make_job(2, 128, 2, 512),),
+    "launch": (make_job(2, 64, 1, 16),),
+    "expert": (make_job(1, 768, 12, 256, **MIXTURE),),
 }
 # Forward passes of this model run between measured collectives. One takes some milliseconds, as does the computation
 # between two collectives of a model that is trained on CPUs.
-BESIDE = make_job(1, 512, 8, 64)
-# A larger model, to compare the result with.
-CHECKED = make_job(4, 512, 8, 256)
+BESIDE = make_job(1, 256, 4, 64)
+# Another model, to compare the result with.
+CHECKED = make_job(4, 768, 12, 128)
+OPTIMIZED = JOBS["matmul"][1]  # the model whose optimizer is timed
 FIT_STEPS = 250  # enough for the constants to converge
-MAX_RATIO = 20.0  # of speeds: accumulating gradients and the optimizer, experts' and other products
+# Of speeds: products and the square one, accumulating gradients and the optimizer, experts' and other products.
+MAX_RATIO = 20.0
 
 
 def calibrate(path: Path) -> None:
@@ -102,23 +105,20 @@ def calibrate(path: Path) -> None:
         calibrate_gpus(path)
         return
     print(f"measuring with {processes} single-threaded processes for about three minutes", flush=True)
-    cluster, check = measure_cpu(processes, torch.float32, rounds=ROUNDS, verbose=True)
-    one = dataclasses.replace(cluster, devices=1)
-    print(checked(check, Simulator(CHECKED, Layout(), one, OURS).busiest[1]))
+    cluster, check = measure_cpu(processes, torch.float32)
+    print(checked(check, microbatch_seconds(CHECKED, dataclasses.replace(cluster, devices=1))))
     write_output_file("--calibrate", path, f"# Made by megatron plan --calibrate.\n{describe(cluster)}")
     print(f"{path}: for megatron plan --cluster")
 
 
-def measure_cpu(
-    processes: int, dtype: torch.dtype, *, rounds: int, verbose: bool = False
-) -> tuple[Cluster, float]:
-    """Measure so many single-threaded processes, for about 17 seconds a round.
+def measure_cpu(processes: int, dtype: torch.dtype) -> tuple[Cluster, float]:
+    """Measure so many single-threaded processes.
 
     Returns:
         The cluster of these processes, and the seconds of a microbatch of `CHECKED`.
     """
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_measure, args=(processes, folder, dtype, rounds, verbose), nprocs=processes)
+        mp.spawn(_measure, args=(processes, folder, dtype), nprocs=processes)
         seconds = json.loads((Path(folder) / "seconds").read_text())
     return fit_cluster(seconds, processes, dtype), seconds["check"]
 
@@ -128,7 +128,7 @@ def fit_cluster(seconds: dict[str, float], processes: int, dtype: torch.dtype = 
     copy = 2 * 4 * COPIED / seconds["copy"]
     # The planner's accesses of a norm, an addition and GELU.
     elements = TOKENS * HIDDEN * ((2 + 3 + 3) + 4 * (2 + 3))
-    parameters = stage_parameters(JOBS["matmul"], Layout(), 0)
+    parameters = stage_parameters(OPTIMIZED, Layout(), 0)
     # In bf16 the optimizer also writes the parameters from their master weights.
     optimizer_bytes = OPTIMIZER_BYTES + (2 if dtype == torch.bfloat16 else 0)
     efficiency = Efficiency(
@@ -153,34 +153,43 @@ def fit_cluster(seconds: dict[str, float], processes: int, dtype: torch.dtype = 
 
 
 def _with_communication(cluster: Cluster, seconds: dict[str, float]) -> Cluster:
-    """Fit a line to the all-reduces, each of which is a reduce-scatter and an all-gather, and compare the others."""
+    """Fit a line to each collective. An all-reduce is a reduce-scatter and an all-gather of `link`."""
     processes = cluster.devices
-    taken = {name: [max(seconds[f"{name} {size}"], 1e-7) for size in MESSAGES] for name in COLLECTIVES}
-    small, large = (time / 2 for time in taken["all_reduce"])
-    sent = (processes - 1) / processes
-    bandwidth = sent * (MESSAGES[1] - MESSAGES[0]) / max(large - small, 1e-9)
-    latency = (small - sent * MESSAGES[0] / bandwidth - cluster.efficiency.launch) / (processes - 1)
-    link = Link(bandwidth, max(latency, 1e-7))
-    cluster = dataclasses.replace(cluster, link=link, network=link)
-    everyone, pair = cluster.group(processes, 1), cluster.group(2, 1)
-    ratios = {}
-    for name in COLLECTIVES[1:]:
-        formula = getattr(cluster, name)
-        group = pair if name == "send" else everyone
-        times = (formula(size, group) / t for size, t in zip(MESSAGES, taken[name], strict=True))
-        ratios[name] = math.sqrt(math.prod(times))
-    return dataclasses.replace(cluster, efficiency=dataclasses.replace(cluster.efficiency, **ratios))
+    steps, share = (
+        processes - 1,
+        (processes - 1) / processes,
+    )  # of a ring, and of the message that each rank sends
+    # By name: all-reduces for which a time counts; steps with latency; share of the message that each rank sends.
+    kinds = {
+        "all_reduce": (2, steps, share),
+        "all_gather": (1, steps, share),
+        "reduce_scatter": (1, steps, share),
+        "all_to_all": (1, 1, share),
+        "send": (1, 1, 1.0),
+        "shift": (1, 1, 1.0),
+    }
+    links = {}
+    for name, (parts, latencies, sent) in kinds.items():
+        small, large = (seconds[f"{name} {size}"] / parts for size in MESSAGES)
+        bandwidth = sent * (MESSAGES[1] - MESSAGES[0]) / max(large - small, 1e-9)
+        latency = (small - sent * MESSAGES[0] / bandwidth - cluster.efficiency.launch) / latencies
+        links[name] = Link(bandwidth, max(latency, 1e-7))
+    link = links.pop("all_reduce")
+    return dataclasses.replace(cluster, link=link, network=link, measured=Measured(**links))
 
 
 def _fit(cluster: Cluster, seconds: dict[str, float]) -> Cluster:
-    """Fit the constants that predict the times of `JOBS`: scale each by its model's error, repeatedly."""
+    """Fit the constants that predict the times of `JOBS`: scale each by its models' mean error, repeatedly."""
     for _ in range(FIT_STEPS):
-        for name, job in JOBS.items():
-            slower = seconds[name] / Simulator(job, Layout(), cluster, OURS).busiest[1]
+        for name, jobs in JOBS.items():
+            errors = (seconds[f"{name} {i}"] / microbatch_seconds(job, cluster) for i, job in enumerate(jobs))
+            slower = statistics.geometric_mean(errors)
             old = getattr(cluster.efficiency, name)
             new = old * slower if name == "launch" else old / slower
             if name in ("accumulate", "expert"):
-                new = min(max(new, 1 / MAX_RATIO), MAX_RATIO)
+                new = max(new, 1 / MAX_RATIO)
+            if name != "launch":
+                new = min(new, MAX_RATIO)
             efficiency = dataclasses.replace(cluster.efficiency, **{name: new})
             cluster = dataclasses.replace(cluster, efficiency=efficiency)
     # Products of a model may be faster than the square one: then these have the peak.
@@ -195,63 +204,81 @@ def _fit(cluster: Cluster, seconds: dict[str, float]) -> Cluster:
     )
 
 
-def _measure(rank: int, processes: int, folder: str, dtype: torch.dtype, rounds: int, verbose: bool) -> None:
+def microbatch_seconds(job: Job, cluster: Cluster) -> float:
+    """Predicted seconds of a microbatch on one process."""
+    return Simulator(job, Layout(), cluster, OURS).busiest[1]
+
+
+def _measure(rank: int, processes: int, folder: str, dtype: torch.dtype) -> None:
     """Measure on one process; the first writes the means of all."""
+    store = dist.FileStore(f"{folder}/store", processes)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=processes)
+    found: list[dict[str, float]] = []
+    for cycle in cycles(rank, processes, dtype):
+        earlier = found[-1]["elapsed"] if found else 0.0
+        found.append(cycle)
+        if rank == 0 and cycle["elapsed"] // PROGRESS > earlier // PROGRESS:
+            print(f"  {cycle['elapsed']:.0f} of about {SECONDS:.0f} s", flush=True)
+        if cycle["elapsed"] >= SECONDS:  # on all processes, since it is their mean
+            break
+    if rank == 0:
+        quarters = _quarters([cycle["check"] for cycle in found])
+        if max(quarters) > MAX_SPREAD * min(quarters):
+            print(
+                f"note: the slowest quarter took {max(quarters) / min(quarters):.1f} times as long as the fastest; "
+                "this machine is busy with other work, and predictions may be off by as much"
+            )
+        (Path(folder) / "seconds").write_text(json.dumps(mean_of(found)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def cycles(rank: int, processes: int, dtype: torch.dtype) -> Iterator[dict[str, float]]:
+    """Yield the seconds of each measurement, the mean over the processes, once in a cycle of some seconds.
+
+    Also the seconds that have passed since the first cycle, as "elapsed". The process group must be there.
+    """
     keep_freed_memory()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    store = dist.FileStore(f"{folder}/store", processes)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=processes)
     ops = choose_ops(OpsConfig(), work=MIN_COMPILE_FLOPS, dtype=dtype, device=CPU)
     runs = _memory_and_matmul(ops, dtype) | _models(ops, dtype)
     if processes > 1:
         runs |= _communication(ops, dtype, rank, processes)
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    largest: list[float] = []  # seconds of the largest model, by round
-    for i in range(rounds):
+    times = {}
+    for name, run in runs.items():
+        run()  # allocates and compiles
+        count = torch.tensor(0 if _communicates(name) else REPEATED / run())
+        dist.all_reduce(count, dist.ReduceOp.MIN)
+        times[name] = max(1, int(count))
+    begin = time.perf_counter()
+    while True:
+        seconds = []
         for name, run in runs.items():
             dist.barrier()
-            times = _repeat(run, COMMUNICATION_SECONDS if _communicates(name) else SECONDS)
-            seconds[name] += times
-            if name == "matmul":
-                largest.append(statistics.median(times))
-        if rank == 0 and verbose:
-            print(f"  {i + 1} of {rounds} rounds", flush=True)
-    if rank == 0 and max(largest) > MAX_SPREAD * min(largest):
-        print(
-            f"note: the slowest round took {max(largest) / min(largest):.1f} times as long as the fastest; this "
-            "machine is busy with other work, and predictions may be off by as much"
-        )
-    typical = [_typical(name, times) for name, times in seconds.items()]
-    means = torch.tensor(typical, dtype=torch.float64)
-    dist.all_reduce(means)
-    if rank == 0:
-        by_name = dict(zip(runs, (means / processes).tolist(), strict=True))
-        (Path(folder) / "seconds").write_text(json.dumps(by_name))
-    dist.barrier()
-    dist.destroy_process_group()
+            seconds.append(statistics.mean(run() for _ in range(times[name])))
+        means = torch.tensor([*seconds, time.perf_counter() - begin], dtype=torch.float64)
+        dist.all_reduce(means)
+        yield dict(zip((*runs, "elapsed"), (means / processes).tolist(), strict=True))
+
+
+def mean_of(found: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The seconds that count of all cycles: of a peak the fastest, of everything else the mean."""
+    return {
+        name: (min if name in PEAKS else statistics.mean)([cycle[name] for cycle in found])
+        for name in found[0]
+    }
+
+
+def _quarters(seconds: Sequence[float]) -> list[float]:
+    """Means of the quarters of a series."""
+    size = -(-len(seconds) // 4)
+    return [statistics.mean(seconds[i : i + size]) for i in range(0, len(seconds), size)]
 
 
 def _communicates(name: str) -> bool:
     """True for a measurement of a collective."""
     return name.split()[0] in COLLECTIVES
-
-
-def _typical(name: str, times: list[float]) -> float:
-    """The seconds that count: of a peak the fastest, of communication the mean, of everything else the median."""
-    if name in ("copy", "square"):
-        return min(times)
-    return (statistics.mean if _communicates(name) else statistics.median)(times)
-
-
-def _repeat(run: Callable[[], float], seconds: float) -> list[float]:
-    """Call `run` for about `seconds` in total, after a warm-up, and return its results."""
-    begin = time.perf_counter()
-    run()
-    count = torch.tensor(seconds / (time.perf_counter() - begin))
-    # Equally many on each process: the calls may communicate.
-    dist.all_reduce(count, dist.ReduceOp.MIN)
-    return [run() for _ in range(max(3, int(count)))]
 
 
 def _timed(run: Callable[[], object]) -> float:
@@ -262,12 +289,19 @@ def _timed(run: Callable[[], object]) -> float:
 
 
 def _timed_between(beside: Callable[[], object], communicate: Callable[[], object]) -> float:
-    """Return the seconds of a collective plus the slowdown of the computation after it.
+    """Return the seconds that a collective adds to the computation between collectives.
 
-    The slowdown is the time of that computation minus the time of its repetition: data have left the caches. Waiting
-    for a slower process is in the collective's own time.
+    Its own time includes the wait for a slower process, and its data displace those of the computation in the caches.
     """
-    return _timed(communicate) + _timed(beside) - _timed(beside)
+
+    def passes(after: Callable[[], object]) -> None:
+        for _ in range(BLOCK):
+            beside()
+            after()
+
+    seconds = _timed(lambda: passes(communicate))
+    beside()  # fills the caches
+    return (seconds - _timed(lambda: passes(lambda: None))) / BLOCK
 
 
 def _memory_and_matmul(ops: Ops, dtype: torch.dtype) -> dict[str, Callable[[], float]]:
@@ -294,13 +328,14 @@ def _memory_and_matmul(ops: Ops, dtype: torch.dtype) -> dict[str, Callable[[], f
 
 
 def _models(ops: Ops, dtype: torch.dtype) -> dict[str, Callable[[], float]]:
-    """A microbatch of each of `JOBS`, forward and backward, and an optimizer step of the largest."""
+    """A microbatch of each of `JOBS`, forward and backward, and an optimizer step of one."""
     runs: dict[str, Callable[[], float]] = {}
-    for name, job in {**JOBS, "check": CHECKED}.items():
+    models = {f"{name} {i}": job for name, jobs in JOBS.items() for i, job in enumerate(jobs)}
+    for name, job in {**models, "check": CHECKED}.items():
         model, buffer = build_model(job, ops, CPU, dtype)
         tokens = torch.randint(VOCAB_SIZE, (1, job.seq_length))
         runs[name] = functools.partial(_timed, functools.partial(microbatch, model, tokens))
-        if name == "matmul":
+        if job is OPTIMIZED:
             optimizer = Optimizer(buffer, OptimizerConfig(lr=1e-4))
             step = functools.partial(optimizer.step, lr=1e-4, weight_decay=0.1)
             runs["optimizer"] = functools.partial(_timed, step)

@@ -96,8 +96,7 @@ class Efficiency:
         fp8: share of the FP8 peak that a large matrix product reaches, over `matmul`.
         expert: speed of the grouped products of experts over that of others.
         accumulate: speed of accumulating gradients over that of other passes over all parameters.
-        all_gather, reduce_scatter: speed of these over that of half an all-reduce, which the formulas give.
-        all_to_all, send, shift: speed of these over the formulas'.
+        all_to_all, send: speed of these over the formulas'.
         beside: share of a device that communication takes from computation beside it: 20 of the 132 SMs of an H100
             saturate its links (2412.19437 section 3.2.2).
     """
@@ -114,12 +113,23 @@ class Efficiency:
     fp8: float = 1.0
     expert: float = 1.0
     accumulate: float = 1.0
-    all_gather: float = 1.0
-    reduce_scatter: float = 1.0
     all_to_all: float = 1.0
     send: float = 1.0
-    shift: float = 1.0
     beside: float = 0.1515
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """Bandwidth and latency that a calibration measured of single collectives; None of those that the links tell.
+
+    They are those for which the formulas of `Cluster` give the measured seconds.
+    """
+
+    all_gather: Link | None = None
+    reduce_scatter: Link | None = None
+    all_to_all: Link | None = None
+    send: Link | None = None
+    shift: Link | None = None
 
 
 # Share of a host's bandwidths that large copies from pinned memory reach: assumed, not measured.
@@ -155,6 +165,7 @@ class Cluster:
         network: each device's share of its node's network adapters.
         nvlink_domain: devices that `link` joins, where they are in several nodes (NVL72); None for those of a node.
         host: each device's share of its host.
+        measured: collectives within a node that differ from `link`.
     """
 
     device: Device
@@ -165,6 +176,7 @@ class Cluster:
     efficiency: Efficiency = DATA_SHEET_EFFICIENCY
     nvlink_domain: int | None = None
     host: Host = Host()
+    measured: Measured = Measured()
 
     @property
     def nodes(self) -> int:
@@ -175,10 +187,9 @@ class Cluster:
         """Devices that `link` joins."""
         return self.nvlink_domain or self.per_node
 
-    @property
-    def _inside(self) -> float:
-        """Bytes/s that a device reaches to the others of its NVLink domain."""
-        return self.link.bandwidth * self.efficiency.link
+    def _inside(self, link: Link) -> float:
+        """Bytes/s that a device reaches over `link` to the others of its NVLink domain."""
+        return link.bandwidth * self.efficiency.link
 
     @property
     def _outside(self) -> float:
@@ -198,17 +209,17 @@ class Cluster:
 
     def all_reduce(self, size: float, group: Group) -> float:
         """Seconds to sum `size` bytes over a group by a ring: a reduce-scatter and an all-gather."""
-        return 2 * self._ring(size, group)
+        return 2 * self._ring(size, group, self.link)
 
     def all_gather(self, size: float, group: Group) -> float:
         """Seconds to all-gather `size` bytes (the whole tensor) over a group."""
-        return self._ring(size, group) / self.efficiency.all_gather
+        return self._ring(size, group, self.measured.all_gather or self.link)
 
     def reduce_scatter(self, size: float, group: Group) -> float:
         """Seconds to reduce-scatter `size` bytes (the whole tensor) over a group."""
-        return self._ring(size, group) / self.efficiency.reduce_scatter
+        return self._ring(size, group, self.measured.reduce_scatter or self.link)
 
-    def _ring(self, size: float, group: Group) -> float:
+    def _ring(self, size: float, group: Group, link: Link) -> float:
         """Seconds of a ring through which `size` bytes pass once.
 
         A ring of g ranks sends (g - 1) / g of the tensor over each link in g - 1 steps (Patarasuk and Yuan 2009).
@@ -217,10 +228,10 @@ class Cluster:
         if group.size == 1:
             return 0.0
         domains = -(-group.size // group.per_domain)
-        bandwidth = self._inside
+        bandwidth = self._inside(link)
         if domains > 1:
             bandwidth = min(bandwidth, group.per_domain * self._outside)
-        latency = (group.size - domains) * self.link.latency + (domains - 1) * self.network.latency
+        latency = (group.size - domains) * link.latency + (domains - 1) * self.network.latency
         sent = size * (group.size - 1) / group.size
         return self.efficiency.launch + latency + sent / bandwidth
 
@@ -231,11 +242,12 @@ class Cluster:
         """
         if group.size == 1:
             return 0.0
+        link = self.measured.all_to_all or self.link
         inside, outside = (group.per_domain - 1) / group.size, (group.size - group.per_domain) / group.size
-        seconds = inside / self._inside
+        seconds = inside / self._inside(link)
         if outside:
             seconds = max(seconds, outside / self._outside)
-        latency = self.network.latency if outside else self.link.latency
+        latency = self.network.latency if outside else link.latency
         return (self.efficiency.launch + latency + size * seconds) / self.efficiency.all_to_all
 
     def dispatch(self, size: float, routing: Routing, group: Group) -> float:
@@ -249,14 +261,15 @@ class Cluster:
         domains, inside = group.size / group.per_domain, (group.per_domain - 1) / group.per_domain
         outside = routing.distinct(domains) * (domains - 1) / domains
         seconds = max(
-            routing.distinct(group.size) * inside / self._inside, outside / self._outside if outside else 0.0
+            routing.distinct(group.size) * inside / self._inside(self.link),
+            outside / self._outside if outside else 0.0,
         )
         latency = self.network.latency if outside else self.link.latency
         return (self.efficiency.launch + latency + size * seconds) / self.efficiency.all_to_all
 
     def send(self, size: float, group: Group) -> float:
         """Seconds to send `size` bytes to the next rank of a group."""
-        return self._neighbor(size, group) / self.efficiency.send
+        return self._neighbor(size, group, self.measured.send or self.link) / self.efficiency.send
 
     def exposed(self, seconds: float, latency: float, compute: float) -> float:
         """Seconds that communication adds to `compute` seconds of computation beside it.
@@ -270,16 +283,16 @@ class Cluster:
 
     def shift(self, size: float, group: Group) -> float:
         """Seconds for each rank of a group to send `size` bytes to the next one, and to receive as many."""
-        return self._neighbor(size, group) / self.efficiency.shift
+        return self._neighbor(size, group, self.measured.shift or self.link)
 
-    def _neighbor(self, size: float, group: Group) -> float:
+    def _neighbor(self, size: float, group: Group, link: Link) -> float:
         """Seconds of `size` bytes between neighbors.
 
         In a group of several domains some neighbors are in different ones, and the slowest determine the speed.
         """
         crosses = group.per_domain < group.size
         latency, bandwidth = (
-            (self.network.latency, self._outside) if crosses else (self.link.latency, self._inside)
+            (self.network.latency, self._outside) if crosses else (link.latency, self._inside(link))
         )
         return self.efficiency.launch + latency + size / bandwidth
 

@@ -20,6 +20,7 @@ from megatron.planner.cluster import (
     Efficiency,
     Host,
     Link,
+    Measured,
     device_from_data_sheet,
     host_from_data_sheet,
 )
@@ -38,10 +39,7 @@ UNITS: dict[str, dict[str, float]] = {
 }  # fmt: skip
 SHARES = ("matmul", "memory", "stream", "link", "attention", "network")  # fields of `Efficiency`
 # And those that compare two speeds, or may be above 1.
-RATIOS = (
-    *("attention_backward", "context", "fp8", "expert", "accumulate"),
-    *("all_gather", "reduce_scatter", "all_to_all", "send", "shift", "beside"),
-)
+RATIOS = ("attention_backward", "context", "fp8", "expert", "accumulate", "all_to_all", "send", "beside")
 EXAMPLES = {"memory": "80 GB", "speed": "600 GB/s", "arithmetic": "312 TFLOP/s", "time": "5 us"}
 
 
@@ -153,6 +151,7 @@ def _cluster(file: _Section) -> Cluster:
         network=_link(file.section("network", {"bandwidth": "1 GB/s"} if nodes == 1 else None), "9.6 us"),
         efficiency=_efficiency(file.section("efficiency", {}), usual),
         nvlink_domain=None if domain == per_node else domain,
+        measured=_measured(file.section("measured", {})),
         host=_host(file.section("host", {}), host_from_data_sheet(device.name)),
     )
     file.end()
@@ -188,6 +187,15 @@ def _link(fields: _Section, latency: str) -> Link:
     return link
 
 
+def _measured(fields: _Section) -> Measured:
+    """Bandwidth and latency of single collectives."""
+    names = [field.name for field in dataclasses.fields(Measured)]
+    links = {name: _link(fields.section(name), "3.4 us") for name in names if name in fields.values}
+    fields.known += names
+    fields.end()
+    return Measured(**links)
+
+
 def _host(fields: _Section, default: Host) -> Host:
     """A device's share of its host, by default that of the device's standard node."""
     kinds = {"bandwidth": "speed", "memory": "memory", "memory-bandwidth": "speed"}
@@ -214,6 +222,7 @@ def _efficiency(fields: _Section, default: Efficiency) -> Efficiency:
 def describe(cluster: Cluster) -> str:
     """Return the YAML from which `read_cluster` makes this cluster, with four digits."""
     device, efficiency = cluster.device, cluster.efficiency
+    measured = {name: _link_values(link) for name, link in vars(cluster.measured).items() if link is not None}
     values = {
         "device": {
             "name": device.name,
@@ -229,6 +238,7 @@ def describe(cluster: Cluster) -> str:
         **({"nvlink-domain": cluster.nvlink_domain} if cluster.nvlink_domain else {}),
         "link": _link_values(cluster.link),
         "network": _link_values(cluster.network),
+        **({"measured": measured} if measured else {}),
         "host": _host_values(cluster.host),
         "efficiency": {
             **{name: float(f"{getattr(efficiency, name):.4g}") for name in (*SHARES, *RATIOS)},

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator
 
 from megatron.errors import InputError
-from megatron.planner.cluster import Cluster, Link
+from megatron.planner.cluster import Cluster, Link, Measured
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import fits
 from megatron.planner.our_program import memory_of
@@ -120,7 +120,11 @@ def other_clusters(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
     if cluster.devices > cluster.per_domain:
         yield "network twice as fast", dataclasses.replace(cluster, network=_faster(cluster.network))
     if min(cluster.per_domain, cluster.devices) > 1:
-        yield "links within a node twice as fast", dataclasses.replace(cluster, link=_faster(cluster.link))
+        measured = {name: link and _faster(link) for name, link in vars(cluster.measured).items()}
+        yield (
+            "links within a node twice as fast",
+            dataclasses.replace(cluster, link=_faster(cluster.link), measured=Measured(**measured)),
+        )
     for words, change in (
         ("memory twice as large", {"memory": 2 * device.memory}),
         ("memory twice as fast", {"bandwidth": 2 * device.bandwidth}),

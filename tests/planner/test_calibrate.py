@@ -12,13 +12,22 @@ import pytest
 import torch
 
 from megatron.planner import calibrate as calibrate_module
-from megatron.planner.calibrate import COLLECTIVES, COPIED, HIDDEN, JOBS, MESSAGES, SIDE, TOKENS, fit_cluster
+from megatron.planner.calibrate import (
+    COLLECTIVES,
+    COPIED,
+    HIDDEN,
+    JOBS,
+    MESSAGES,
+    OPTIMIZED,
+    SIDE,
+    TOKENS,
+    fit_cluster,
+    microbatch_seconds,
+)
 from megatron.planner.calibrate_context import ring_seconds
-from megatron.planner.cluster import Cluster, Device, Efficiency, Link
+from megatron.planner.cluster import Cluster, Device, Efficiency, Link, Measured
 from megatron.planner.layout import Layout
 from megatron.planner.parameters import stage_parameters
-from megatron.planner.programs import OURS
-from megatron.planner.simulate import Simulator
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -26,6 +35,16 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 LINK = Link(2e9, 3e-5)
 CORE = Efficiency(
     matmul=0.9, memory=0.5, stream=0.5, link=1.0, attention=0.5, network=1.0, launch=1e-5, beside=1.0
+)
+
+
+# All-gathers and reduce-scatters take about as long as all-reduces.
+OF_GLOO = Measured(
+    all_gather=Link(1.2e9, 5e-5),
+    reduce_scatter=Link(1.0e9, 7e-5),
+    all_to_all=Link(1.4e9, 4e-5),
+    send=Link(3.0e9, 2e-5),
+    shift=Link(1.8e9, 6e-5),
 )
 
 
@@ -43,14 +62,15 @@ def measured(machine: Cluster) -> dict[str, float]:
     three and in bf16 the parameter.
     """
     device, efficiency = machine.device, machine.efficiency
-    found = {name: Simulator(job, Layout(), machine, OURS).busiest[1] for name, job in JOBS.items()}
+    models = {f"{name} {i}": job for name, jobs in JOBS.items() for i, job in enumerate(jobs)}
+    found = {name: microbatch_seconds(job, machine) for name, job in models.items()}
     found["copy"] = 8 * COPIED / device.bandwidth
     found["square"] = 2 * SIDE**3 / device.peak
     found["elementwise"] = (
         device.element * (8 + 4 * 5) * TOKENS * HIDDEN / (device.bandwidth * efficiency.memory)
     )
     bytes_ = 4 * 8 + (2 if device.precision == "bf16" else 0)
-    moved = bytes_ * stage_parameters(JOBS["matmul"], Layout(), 0)
+    moved = bytes_ * stage_parameters(OPTIMIZED, Layout(), 0)
     found["optimizer"] = moved / (device.bandwidth * efficiency.stream)
     for name, size in itertools.product(COLLECTIVES, MESSAGES):
         group = machine.group(2 if name == "send" else machine.devices, 1)
@@ -81,21 +101,14 @@ def measured(machine: Cluster) -> dict[str, float]:
 def test_the_fit_recovers_the_constants_of_a_machine(
     processes: int, precision: str, efficiency: Efficiency
 ) -> None:
-    """As gloo is: all-gathers and reduce-scatters take about as long as all-reduces."""
-    of_gloo = {
-        "all_gather": 0.6,
-        "reduce_scatter": 0.5,
-        "all_to_all": 0.7,
-        "send": 1.5,
-        "shift": 0.9,
-        "beside": 1.0,
-    }
-    efficiency = dataclasses.replace(efficiency, accumulate=0.5, context=0.4, expert=0.7, **of_gloo)
-    machine = cores(processes, precision, efficiency)
+    efficiency = dataclasses.replace(efficiency, accumulate=0.5, context=0.4, expert=0.7, beside=1.0)
+    machine = dataclasses.replace(cores(processes, precision, efficiency), measured=OF_GLOO)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     found = fit_cluster(measured(machine), processes, dtype)
     assert vars(found.efficiency) == pytest.approx(vars(efficiency), rel=1e-6)
     assert vars(found.link) == pytest.approx(vars(LINK), rel=1e-6)
+    for name, link in vars(OF_GLOO).items():
+        assert vars(getattr(found.measured, name)) == pytest.approx(vars(link), rel=1e-6)
     assert (found.device.peak, found.device.bandwidth) == pytest.approx((1e11, 2e10))
     assert (found.devices, found.nodes) == (processes, 1)
 

@@ -9,6 +9,7 @@ import pytest
 from published import cluster
 
 from megatron.errors import InputError
+from megatron.planner.cluster import Link, Measured
 from megatron.planner.description import describe, quantity, read_cluster
 from megatron.planner.device_specs import DATA_SHEETS
 from megatron.planner.profiles import find_constants
@@ -44,11 +45,13 @@ def test_a_gpu_of_the_table_reaches_what_it_does_without_a_file(tmp_path: Path, 
 
 
 def test_round_trip(tmp_path: Path):
-    machine = cluster(64, "h100-80gb")
+    measured = Measured(all_gather=Link(1e9, 2e-6), shift=Link(5e9, 1e-3))
+    machine = dataclasses.replace(cluster(64, "h100-80gb"), measured=measured)
     again = read(tmp_path, describe(machine))
     assert again.device.peak == pytest.approx(machine.device.peak)
     assert again.link.bandwidth == pytest.approx(machine.link.bandwidth)
     assert (again.efficiency, again.devices) == (machine.efficiency, 64)
+    assert again.measured == measured
 
 
 @pytest.mark.parametrize(
