@@ -25,28 +25,33 @@ def check_model_memory(config: RunConfig, model: StageModel, device: torch.devic
 def check_memory(buckets: list[Bucket], config: OptimizerConfig, *, half: bool, device: torch.device) -> None:
     """Check that weights, gradients and optimizer state fit the device.
 
+    This is a lower bound: with sharded gradients or parameters, the whole buckets of a layer come on top during passes.
+
     Args:
         half: parameters take two bytes in place of four.
 
     Raises:
         InputError: they do not fit; names both sizes.
     """
-    size = buckets[-1].end
-    needed = size * ((2 if half else 4) + 4)  # parameters and fp32 gradients
+    needed = 0
     for bucket in buckets:
-        state = sum(dtype.itemsize for dtype in bucket.group.optimizer.state_dtypes.values())
+        group, whole, shard = bucket.group, bucket.end - bucket.start, bucket.shard[1] - bucket.shard[0]
+        needed += (shard if group.shards_params else whole) * (2 if half else 4)
+        needed += (shard if group.shards_grads else whole) * 4  # in fp32
+        if device.type == "cuda" and group.optimizer.on_host:
+            continue
         # fp32 master weights, where parameters are not fp32, and optimizer state
-        needed += (bucket.shard[1] - bucket.shard[0]) * (4 * half + state)
+        needed += shard * (4 * half + sum(dtype.itemsize for dtype in group.optimizer.state_dtypes.values()))
     if device.type == "cuda":
         available = torch.cuda.get_device_properties(device).total_memory
     else:
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > available:
         raise InputError(
-            f"{size:,} parameters on one process need {needed / 1e9:,.1f} GB for weights, gradients and the "
-            f"state of {config.optimizer}, but {device} has {available / 1e9:,.1f} GB; lower --num-layers or "
+            f"{buckets[-1].end:,} parameters need {needed / 1e9:,.1f} GB on each process for weights, gradients and "
+            f"the state of {config.optimizer}, but {device} has {available / 1e9:,.1f} GB; lower --num-layers or "
             "--hidden-size, or split the model (--tensor-model-parallel-size, --pipeline-model-parallel-size, "
-            "--use-distributed-optimizer)"
+            "--data-parallel-sharding-strategy)"
         )
 
 

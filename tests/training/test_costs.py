@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import types
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from megatron.model.gpt import GPTModel
 from megatron.optim.config import OptimizerConfig
 from megatron.optim.layout import lay_out
 from megatron.optim.optimizer import param_groups
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.recompute import Recompute
 from megatron.reports.flops import exact_flops_per_sample, unused_parameters
 
@@ -57,11 +58,12 @@ def test_flops_with_swiglu_and_gqa() -> None:
     )
 
 
-def buckets(config: OptimizerConfig, **fields) -> list:
-    """Buckets of a model on one process, on the meta device."""
+def buckets(config: OptimizerConfig, *, replicas: int = 1, sharding: str = "no_shard", **fields) -> list:
+    """Buckets of a model on the first of `replicas`, on the meta device."""
     with torch.device("meta"):
         model = GPTModel(ModelConfig(**fields), ModelContext(vocab_size=51200, padded_vocab_size=51200))
-    groups = param_groups(config, Mesh(device=CPU))
+    axis = Axis(0, replicas, ranks=range(replicas))
+    groups = param_groups(config, Mesh(device=CPU, dp=axis, dp_cp=axis), sharding=sharding)
     return lay_out([model], groups, bucket_size=10**8)
 
 
@@ -94,6 +96,45 @@ def test_a_model_that_does_not_fit_is_refused() -> None:
         large = buckets(config, max_position_embeddings=2048, **shape)
         with pytest.raises(InputError, match=rf"{terabytes}\d\d\.\d GB.*cpu has"):
             check_memory(large, config, half=half, device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "settings", "half", "each", "divided"),
+    [
+        # Bytes of a parameter that each of 512 replicas holds, and that they divide (arXiv 1910.02054, figure 1, with
+        # gradients in fp32).
+        ("no_shard", {}, True, 18, 0),
+        ("optim", {}, True, 6, 12),
+        ("optim_grads", {}, True, 2, 16),
+        ("optim_grads_params", {}, True, 0, 18),
+        ("optim_grads_params", {}, False, 0, 16),
+        # Master weights and state are in host memory.
+        ("no_shard", {"cpu_offload_optimizer": True}, True, 6, 0),
+        ("no_shard", {"cpu_offload_optimizer": True}, False, 8, 0),
+        ("optim_grads_params", {"cpu_offload_optimizer": True}, True, 0, 6),
+    ],
+)
+def test_memory_of_shards_and_of_the_host(
+    monkeypatch: pytest.MonkeyPatch, sharding: str, settings: dict, half: bool, each: int, divided: int
+) -> None:
+    h, layers, s, v, replicas = 7680, 36, 2048, 51200, 512
+    count = 12 * layers * h**2 * (1 + 13 / (12 * h) + (v + s) / (12 * layers * h))
+    config = OptimizerConfig(lr=1.0, **settings)
+    shape = {"num_layers": layers, "hidden_size": h, "num_attention_heads": 64, "max_position_embeddings": s}
+    laid_out = buckets(config, replicas=replicas, sharding=sharding, **shape)
+
+    def refused(total: float) -> bool:
+        properties = types.SimpleNamespace(total_memory=total)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        try:
+            check_memory(laid_out, config, half=half, device=torch.device("cuda"))
+        except InputError as error:
+            assert "--data-parallel-sharding-strategy" in str(error)
+            return True
+        return False
+
+    needed = count * (each + divided / replicas)
+    assert refused(0.999 * needed) and not refused(1.001 * needed)
 
 
 def test_a_run_is_refused_before_it_allocates(pretrain) -> None:
