@@ -242,12 +242,9 @@ def init_mesh(
         ) from error
     yield mesh
     # In one order on all ranks, as NCCL needs. Not after an exception, since it would wait for a rank that is lost.
-    axes = (
-        *(mesh.expert_dp.parts or ()),
-        *(mesh.dp_cp.parts or ()),
-        *(mesh.embedding, mesh.expert, mesh.expert_dp, mesh.tp_cp, mesh.dp_cp),
-        *(mesh.tp, mesh.cp, mesh.dp, mesh.pp),
-    )
+    axes = [part for axis in (mesh.expert_dp, mesh.dp_cp) for part in axis.parts or ()]
+    axes += (mesh.embedding, mesh.expert, mesh.expert_dp, mesh.tp_cp, mesh.dp_cp)
+    axes += (mesh.tp, mesh.cp, mesh.dp, mesh.pp)
     for group in filter(None, dict.fromkeys(axis.group for axis in axes)):
         dist.destroy_process_group(group)
     dist.destroy_process_group()
@@ -268,8 +265,10 @@ def arrange(sizes: dict[str, int], mesh: Mesh, config: ParallelConfig) -> Mesh:
         dp_cp = joined(replicas, "data- and context-parallel", mesh, cp)
         tp_cp = joined(range(first, first + cp.size * tp.size), "tensor- and context-parallel", mesh, cp)
     embedding = pp if pp.size == 2 else ALONE
-    if pp.size > 2 and pp.rank in (0, pp.size - 1):
-        embedding = join((pp.ranks[0], pp.ranks[-1]), "embedding", mesh)
+    if pp.size > 2:
+        # Middle stages make a group each: torch names later groups by the number before them, which must agree.
+        ends = (pp.ranks[0], pp.ranks[-1]) if pp.rank in (0, pp.size - 1) else (mesh.world.rank,)
+        embedding = join(ends, "embedding", mesh, least=1)
     dp_cp = divide(dp_cp, config.num_distributed_optimizer_instances, mesh)
     mesh = dataclasses.replace(
         mesh, pp=pp, dp=dp, cp=cp, dp_cp=dp_cp, tp=tp, tp_cp=tp_cp, embedding=embedding
@@ -303,10 +302,10 @@ def joined(ranks: Sequence[int], name: str, mesh: Mesh, axis: Axis) -> Axis:
     return dataclasses.replace(axis, name=name) if same else join(ranks, name, mesh)
 
 
-def join(ranks: Sequence[int], name: str, mesh: Mesh) -> Axis:
-    """Make an axis of this process and others, and their group. Only these take part, however large the run is."""
+def join(ranks: Sequence[int], name: str, mesh: Mesh, *, least: int = 2) -> Axis:
+    """Make an axis of this process and others, and a group of `least` or more. Only these take part."""
     group, world, nccl = None, mesh.world, mesh.backend == "nccl"
-    if len(ranks) > 1 and (nccl or len(ranks) < world.size):
+    if len(ranks) >= least and (nccl or len(ranks) < world.size):
         device = mesh.device if nccl else None  # with it NCCL connects here, and not in the first step
         group = dist.new_group(
             list(ranks), mesh.timeout, mesh.backend, use_local_synchronization=True, device_id=device

@@ -14,9 +14,9 @@ from models import CPU
 from megatron.errors import InputError
 from megatron.parallel import mesh
 from megatron.parallel.apart import world_apart
-from megatron.parallel.collectives import all_equal, raise_on_all_ranks
+from megatron.parallel.collectives import all_equal, all_reduce_sum, raise_on_all_ranks
 from megatron.parallel.config import ParallelConfig
-from megatron.parallel.mesh import Axis, Mesh, axis_sizes, choose_device, init_mesh
+from megatron.parallel.mesh import Axis, Mesh, axis_sizes, choose_device, init_mesh, join
 from megatron.planner.fakes import fake_mesh
 
 PROCESSES = 4
@@ -37,6 +37,9 @@ def inspect_meshes() -> dict[str, object]:
         apart = world_apart(mesh.world, two_by_two)
         found = {"timeouts": timeouts(mesh.pp, mesh.tp, apart)} | heartbeats(mesh, apart) | agreement(apart)
     with init_mesh(four_stages, CPU) as mesh:
+        # A group across stages, after that of the ends, which only two of the four stages have.
+        again = join(mesh.pp.ranks[:3], "pipeline", mesh) if mesh.pp.rank < 3 else None
+        found["sum of three stages"] = again and all_reduce_sum(torch.tensor(mesh.pp.rank), again).item()
         return found | {"timeouts of PP 4": timeouts(mesh.pp, mesh.embedding)}
 
 
@@ -118,6 +121,10 @@ def test_every_group_has_the_timeout_of_the_run(found: list[dict]) -> None:
     assert [rank["timeouts"] for rank in found] == [[MINUTES] * 3] * PROCESSES
     ends, between = [MINUTES, MINUTES], [MINUTES, None]
     assert [rank["timeouts of PP 4"] for rank in found] == [ends, between, between, ends]
+
+
+def test_stages_make_a_group_after_the_embedding_group(found: list[dict]) -> None:
+    assert [rank["sum of three stages"] for rank in found] == [3, 3, 3, None]
 
 
 def test_a_background_thread_has_its_own_heartbeat(found: list[dict]) -> None:

@@ -176,7 +176,7 @@ def cases(steps: int) -> list[Case]:
     ]
 
 
-P2, P4 = (f"--pipeline-model-parallel-size {n} --pipeline-schedule" for n in (2, 4))
+P2, P3, P4 = (f"--pipeline-model-parallel-size {n} --pipeline-schedule" for n in (2, 3, 4))
 SHARDED = "--use-distributed-optimizer"
 V = "--num-layers 8 --num-layers-per-virtual-pipeline-stage"
 # Loads are states of the router, terms of its loss, and reported.
@@ -189,6 +189,8 @@ MIXTURE = """--num-experts 4 --disable-bias-linear --moe-router-score-function s
     [
         (2, f"{P2} zb-h2 {UNTIED}", [cases(8)[2], cases(8)[4]], 8),
         (2, f"{P2} zb-h2 {UNTIED} {MIXTURE}", [cases(8)[2]], 8),
+        # The middle stage has no embedding group, and all stages make a group afterwards.
+        (6, f"{P3} zb-h2 --num-layers 3 {UNTIED}", [(FREE, {1: LARGE}, 1, 1)], 3),
         *(
             pytest.param(processes, flags, cases(20)[2:], 20, marks=pytest.mark.slow)
             for processes, flags in (
