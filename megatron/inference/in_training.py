@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from megatron.errors import InputError
 from megatron.inference.batching import Batcher, Request, generate
@@ -19,8 +20,10 @@ from megatron.inference.predictor import Predictor, check_prompt, run_worker
 from megatron.inference.prompts import read_prompts
 from megatron.inference.sampling import SamplingConfig
 from megatron.model.gpt import GPTModel
+from megatron.optim.buffer import ParamBuffer
 from megatron.parallel.collectives import raise_on_all_ranks
 from megatron.parallel.mesh import ALONE, Axis, Mesh
+from megatron.parallel.parameters import master
 from megatron.parallel.recompute import NO_RECOMPUTE
 from megatron.reports.reports import Reports
 from megatron.tokenizer import Tokenizer
@@ -31,6 +34,8 @@ from megatron.training.loop import Hook, Trainer
 TOKENS, TEMPERATURE, TOP_P = 64, 0.8, 0.95
 # Texts generated at once.
 MAX_ROWS = 32
+# Name of the output layer's weight.
+OUTPUT = "output_layer.weight"
 
 
 class SampleTexts(Hook):
@@ -51,7 +56,9 @@ class SampleTexts(Hook):
         if flags.sample_prompts is not None:
             if trainer.task.name != "GPT":
                 raise InputError(f"--sample-interval needs a GPT, and this run trains {trainer.task.name}")
-            self.predictor = make_predictor(trainer.engine)
+            # Too little memory for whole parameters ends the run here, and not at the first samples.
+            with whole_params(trainer.engine.buffer):
+                self.predictor = make_predictor(trainer.engine)
             with raise_on_all_ranks(mesh.world, InputError):
                 if mesh.is_first:
                     seed, context = trainer.config.training.seed, self.predictor.context
@@ -64,13 +71,13 @@ class SampleTexts(Hook):
             return
         with trainer.clock.paused(), trainer.engine.phases("sample"):
             trainer.engine.optimizer.finish()
-            trainer.engine.buffer.gather.finish()
-            if trainer.mesh.dp_cp.rank == 0:
-                if trainer.mesh.is_first:
-                    self._sample(trainer)
-                else:
-                    run_worker([self.predictor])
-                self.predictor.cache = None  # its memory is training's until the next samples
+            with whole_params(trainer.engine.buffer):
+                if trainer.mesh.dp_cp.rank == 0:
+                    if trainer.mesh.is_first:
+                        self._sample(trainer)
+                    else:
+                        run_worker([self.predictor])
+                    self.predictor.cache = None  # its memory is training's until the next samples
 
     def _sample(self, trainer: Trainer) -> None:
         iteration = trainer.state.iteration
@@ -88,6 +95,17 @@ class SampleTexts(Hook):
             prompt_json, text_json = (json.dumps(part, ensure_ascii=False) for part in (prompt, text))
             trainer.log(f" sample {number} at iteration {iteration} | {prompt_json} | {text_json}")
             self.reports.writers.text(f"sample {number}", prompt + text, iteration)
+
+
+@contextmanager
+def whole_params(buffer: ParamBuffer) -> Iterator[None]:
+    """Context with the values of the last step in all parameters, sharded ones too. Every process must take part."""
+    for index in range(len(buffer.buckets)):
+        buffer.gather.start_whole(index)
+    buffer.gather.finish()
+    yield
+    for index in range(len(buffer.buckets)):
+        buffer.gather.free(index)
 
 
 def make_requests(path: Path, tokenizer: Tokenizer, *, seed: int, context: int) -> list[tuple[str, Request]]:
@@ -119,20 +137,38 @@ def make_predictor(engine: Engine) -> Predictor:
     trained = engine.model
     context = dataclasses.replace(
         trained.context,
+        cp=ALONE,
+        tp_cp=trained.context.tp,
         sequence_parallel=False,
         recompute=NO_RECOMPUTE,
         ops=inference_ops(engine.dtype, engine.mesh.device),
     )
     chunks = []
     for module, layers in zip(trained.modules, trained.chunks, strict=True):
-        # With the padding's logits, which are cut off once they are gathered.
-        config = dataclasses.replace(engine.config.model, mask_padded_vocab=False)
+        # With the padding's logits, which are cut off once they are gathered, and without dropped tokens.
+        config = dataclasses.replace(
+            engine.config.model,
+            mask_padded_vocab=False,
+            moe_expert_capacity_factor=None,
+            moe_pad_expert_input_to_capacity=False,
+        )
         with torch.device("meta"):
             chunk = GPTModel(config, context, layers)
-        chunk.load_state_dict(module.state_dict(), assign=True)
+        chunk.load_state_dict(gpt_tensors(module, chunk), assign=True)
         chunks.append(chunk.requires_grad_(False))
     mesh = replica_mesh(engine.mesh)
     return Predictor(chunks, mesh, commands=mesh.world)
+
+
+def gpt_tensors(trained: nn.Module, chunk: GPTModel) -> dict[str, Tensor]:
+    """Tensors of a chunk in training that the same chunk of a plain GPT has, by name."""
+    tensors = trained.state_dict()
+    # With multi-token prediction the last stage has the tied table there.
+    tensors.setdefault(OUTPUT, tensors.get("mtp.word_embeddings.weight"))
+    for name, p in trained.named_parameters():
+        if name.endswith("router.expert_bias"):  # the router reads it in fp32
+            tensors[name] = master(p)
+    return {name: tensors[name] for name in chunk.state_dict()}
 
 
 def replica_mesh(mesh: Mesh) -> Mesh:

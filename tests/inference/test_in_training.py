@@ -6,13 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from distributed import run_distributed
+from models import CPU, config_of, engine_of
 
 from megatron.arguments import parse_run_config
 from megatron.commands import generate_text
 from megatron.errors import InputError
-from megatron.inference.in_training import SampleTexts
+from megatron.inference.in_training import SampleTexts, make_predictor
 from megatron.inference.predictor import NonFiniteLogits, Predictor
+from megatron.parallel.mesh import Mesh
 from megatron.plugins import run
 from megatron.pretrain_bert import bert
 from megatron.pretrain_gpt import GPT
@@ -86,33 +89,73 @@ def train(words: list[str]) -> None:
     assert run(parse_run_config(words, description="", defaults={}), GPT) == 0
 
 
+ALIBI = "--position-embedding-type alibi --ops-backend plain"
+MTP = "--mtp-num-layers 1 --position-embedding-type rope"
+DROPPING = (
+    "--num-experts 4 --moe-router-topk 2 --disable-bias-linear --moe-expert-capacity-factor 1 "
+    "--position-embedding-type rope"
+)
+
+
 @pytest.mark.parametrize(
-    ("processes", "layout"),
+    ("processes", "model", "layout"),
     [
         (
             4,
+            "",
             "--tensor-model-parallel-size 2 --sequence-parallel --recompute-activations --micro-batch-size 1 "
             "--use-distributed-optimizer --overlap-param-gather",
         ),
         pytest.param(
             4,
+            "",
             "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --micro-batch-size 1 "
             "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
             marks=pytest.mark.slow,
         ),
+        (2, "", "--data-parallel-sharding-strategy optim_grads_params --overlap-param-gather"),
+        (1, MTP, ""),
+        (2, MTP, "--pipeline-model-parallel-size 2"),
+        (2, f"{MTP} --untie-embeddings-and-output-weights", "--pipeline-model-parallel-size 2"),
+        (2, ALIBI, "--context-parallel-size 2"),
+        (2, DROPPING, "--context-parallel-size 2"),
+        (4, "--position-embedding-type rope", "--context-parallel-size 2 --pipeline-model-parallel-size 2"),
     ],
-    ids=["tensor and sequence with replicas", "interleaved stages with replicas"],
+    ids=[
+        "tensor and sequence with replicas",
+        "interleaved stages with replicas",
+        "sharded parameters",
+        "multi-token prediction",
+        "multi-token prediction in stages",
+        "multi-token prediction in stages, untied",
+        "context with ALiBi",
+        "context with dropped tokens",
+        "context and stages",
+    ],
 )
 def test_layouts_sample_the_same_texts(
-    pretrain, prompts: Path, tmp_path: Path, processes: int, layout: str
+    pretrain, prompts: Path, tmp_path: Path, processes: int, model: str, layout: str
 ) -> None:
-    words = [*TINY, "--hidden-dropout", "0", "--attention-dropout", "0"]
+    words = [*TINY, "--hidden-dropout", "0", "--attention-dropout", "0", *model.split()]
     words += ["--sample-interval", "2", "--sample-prompts", str(prompts), "--metrics-path"]
     metrics = [tmp_path / "one.jsonl", tmp_path / "several.jsonl"]
     pretrain(*words, metrics[0])
     run_distributed(train, processes, [*words, str(metrics[1]), *layout.split()])
     (_, expected), (_, found) = map(rows_of, metrics)
     assert len(expected) == 4 and found == expected
+
+
+def test_the_router_has_its_bias_in_fp32() -> None:
+    """It decides between close scores, and bf16 rounds 1.001 to 1."""
+    model = "--num-experts 4 --disable-bias-linear --moe-router-score-function sigmoid"
+    config = config_of(f"{model} --moe-router-enable-expert-bias --bf16")
+    engine = engine_of(Mesh(device=CPU), config)
+    (chunk,) = make_predictor(engine).stages.chunks
+    for bucket, values in zip(engine.buffer.buckets, engine.buffer.masters, strict=True):
+        if bucket.group.optimizer.counts:
+            values.fill_(1.001)
+    biases = [p for name, p in chunk.named_parameters() if name.endswith("router.expert_bias")]
+    assert len(biases) == 4 and all(torch.equal(p, torch.full((4,), 1.001)) for p in biases)
 
 
 def test_a_failed_sample_does_not_end_the_run(
