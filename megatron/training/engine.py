@@ -213,6 +213,7 @@ class Engine:
     def measure(self, batches: Iterable[Batch], metric: EvalMetric[Any]) -> tuple[list[float], list[float]]:
         """Sums and denominators of a metric over all replicas' `batches`, which may differ in number and size."""
         self.optimizer.finish()
+        self.buffer.gather.finish()  # a metric may read a parameter of a module that it does not call
         totals = torch.zeros(2, len(metric.names), dtype=torch.float64, device=self.mesh.device)
         ranks, batches = self.mesh.pp.size, iter(batches)
         at_once = 1 if ranks == 1 else EVAL_MICROBATCHES_PER_STAGE * ranks

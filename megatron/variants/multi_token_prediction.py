@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.data.batch import sequence_field
+from megatron.data.batch import Batch, sequence_field
 from megatron.data.gpt_dataset import GPTBatch
 from megatron.errors import InputError
 from megatron.model.config import ModelConfig
@@ -204,11 +204,12 @@ def with_mtp(config: RunConfig, task: Task) -> Task:
     def build_model(config: RunConfig, context: ModelContext, chunk: Chunk | None) -> MTPModel:
         return MTPModel(config.model, context, chunk)
 
-    def with_later(batch: GPTBatch) -> MTPBatch:
-        return MTPBatch.of(batch, depths)
+    def with_later(batch: Batch) -> Batch:
+        # Other tasks' batches, which the run evaluates, have no losses of later tokens.
+        return MTPBatch.of(batch, depths) if isinstance(batch, GPTBatch) else batch
 
     def loss_denominators(batch: GPTBatch) -> Tensor:
-        return with_later(batch).loss_masks.sum((0, 1))
+        return MTPBatch.of(batch, depths).loss_masks.sum((0, 1))
 
     return dataclasses.replace(
         task,

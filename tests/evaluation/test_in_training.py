@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from distributed import run_distributed
-from models import CPU, config_of, engine_of
+from models import CPU, config_of
 
 from megatron.arguments import parse_run_config
 from megatron.commands import convert_checkpoint, evaluate
@@ -22,7 +22,9 @@ from megatron.plugins import run
 from megatron.pretrain_bert import bert
 from megatron.pretrain_gpt import GPT
 from megatron.tokenizer.null import NullTokenizer
+from megatron.training.build import build_engine
 from megatron.training.report import EvalResult
+from megatron.variants.multi_token_prediction import with_mtp
 
 TINY = """
     --device cpu --mock-data --tokenizer-type NullTokenizer --vocab-size 59 --num-workers 0 --ops-backend plain
@@ -101,10 +103,13 @@ def task_results(flags: str, files: list[str]) -> list[float]:
     config = config_of(f"{flags} {tasks} --init-method-std 0.3 --ops-backend plain")
     found: list[EvalResult] = []
     with init_mesh(config.parallel, CPU) as mesh:
-        engine = engine_of(mesh, config)
+        task = with_mtp(config, GPT)
+        engine = build_engine(config, task, mesh, vocab_size=60, padded_vocab_size=64)
+        engine.buffer.initialize(1)
+        engine.buffer.sync_params()
         trainer = types.SimpleNamespace(
             config=config,
-            task=GPT,
+            task=task,
             mesh=mesh,
             engine=engine,
             tokenizer=NullTokenizer(59),
@@ -114,7 +119,7 @@ def task_results(flags: str, files: list[str]) -> list[float]:
         hook = EvalTasks()
         with hook.during_run(trainer):
             hook.evaluate(trainer, "the start")
-        assert not engine.transfers.sending
+        assert not engine.transfers.sending and not engine.buffer.gather.pending
     assert [result.title for result in found] == list(KINDS)
     return [value for result in found for value in result.values.values()]
 
@@ -133,6 +138,20 @@ def test_layouts_agree(files: list[str]) -> None:
         (2, "--context-parallel-size 2 --attention-dropout 0"),
     ):
         for found in run_distributed(task_results, processes, f"{flags} --micro-batch-size 3", files):
+            assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_layouts_agree_with_multi_token_prediction(files: list[str]) -> None:
+    """Context parallelism prepares batches for MTP, and the last stage has the tied table in its block."""
+    model = "--mtp-num-layers 1 --position-embedding-type rope"
+    expected = task_results(model, files)
+    for flags in (
+        "--context-parallel-size 2",
+        "--pipeline-model-parallel-size 2 --use-distributed-optimizer --overlap-param-gather",
+        "--pipeline-model-parallel-size 2 --data-parallel-sharding-strategy optim_grads_params",
+    ):
+        processes = 4 if "pipeline" in flags else 2
+        for found in run_distributed(task_results, processes, f"{model} {flags}", files):
             assert found == pytest.approx(expected, rel=1e-5)
 
 
