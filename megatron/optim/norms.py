@@ -18,7 +18,7 @@ CHUNK_SIZE = 1 << 10
 def model_sum(
     shards: list[Tensor], buckets: list[Bucket], mesh: Mesh, measure: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Sum a measure over the elements of the whole model, each counted once. Every rank must call this.
+    """Sum a measure over the whole model's elements, each once, without counts. Every rank must call this.
 
     Args:
         shards: fp32 tensors of the local shards, by bucket.
@@ -37,7 +37,7 @@ def stage_sum(
         sums = found.setdefault((bucket.group.model_axis, bucket.group.shard_axis), [total])
         sums += [
             measure(shard[begin - bucket.shard[0] : end - bucket.shard[0]]).double()
-            for begin, end in bucket.counted
+            for begin, end in (() if bucket.group.optimizer.counts else bucket.counted)
         ]
     # Every rank of a stage has the same axes, but some stages may have no experts.
     stage = [all_reduce_sum(torch.stack(sums).sum(), *axes) for axes, sums in found.items()]

@@ -140,8 +140,8 @@ class Optimizer:
         self.prepare()
         grad_scale, stats = self.decide(model_norm(self.grads, buffer.buckets, buffer.mesh), losses)
         if self.count_zeros:
-            nonzero = model_sum(self.grads, buffer.buckets, buffer.mesh, torch.count_nonzero)
-            stats["num zeros"] = (buffer.num_elements - nonzero).float()
+            zeros = model_sum(self.grads, buffer.buckets, buffer.mesh, lambda x: (x == 0).sum())
+            stats["num zeros"] = zeros.float()
         self.update(lr=lr, weight_decay=weight_decay, grad_scale=grad_scale, skipped=stats["skipped"])
         buffer.grads.zero_()
         return stats

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,10 +16,11 @@ from megatron.arguments import parse_run_config
 from megatron.checkpoint.config import CheckpointConfig
 from megatron.checkpoint.save import Saver
 from megatron.model.moe.router import Router
-from megatron.parallel.mesh import init_mesh
+from megatron.parallel.mesh import Mesh, init_mesh
 from megatron.parallel.parameters import master
 from megatron.plugins import run
 from megatron.pretrain_gpt import DEFAULTS, GPT
+from megatron.reports.params_norm import ParamsNorm
 
 FLAGS = """
     --disable-bias-linear --num-layers 1 --num-experts 2 --moe-router-topk 1 --moe-router-score-function sigmoid
@@ -103,3 +106,22 @@ def test_a_run_continues_with_another_balance(tmp_path: Path) -> None:
     loads = [[v for name, v in weights(i).items() if "router.load" in name] for i in (1, 2, 3)]
     assert [len(tensors) for tensors in loads] == [0, 2, 0]
     assert all(load.sum() == 2 * 8 * 2 for load in loads[1])
+
+
+def test_counts_are_in_no_norm_and_no_number_of_zeros() -> None:
+    """Loads are no weights: 1000 tokens of an expert would hide the norm of a small model."""
+    config = config_of(f"{FLAGS} --log-num-zeros-in-grad --log-params-norm")
+    engine = engine_of(Mesh(device=CPU), config)
+    buffer, squares = engine.buffer, 0.0
+    for param in buffer.flat_params:
+        if param.name.endswith(("expert_bias", "load")):
+            param.view(buffer.params).fill_(1000.0)
+        else:
+            param.view(buffer.grads).fill_(1.0)
+            valid = param.view(buffer.params)[: param.shard_spec.num_valid_rows]
+            squares += valid.double().square().sum().item()
+    interval = SimpleNamespace(values={})
+    ParamsNorm().before_report(cast(Any, SimpleNamespace(config=config, engine=engine)), cast(Any, interval))
+    assert interval.values["params norm"] == pytest.approx(squares**0.5, rel=1e-6)
+    buffer.flat_params[-1].view(buffer.grads)[:3] = 0.0
+    assert engine.optimizer.step(lr=0.0, weight_decay=0.0)["num zeros"].item() == 3
