@@ -96,6 +96,11 @@ def _check_cuda_graph(run: RunConfig) -> None:
             "--tensor-model-parallel-size 1",
         ),
         (
+            run.parallel.context_parallel_size > 1,
+            " captures no communication, and context parallelism's is within a pass; leave it out, or use "
+            "--context-parallel-size 1",
+        ),
+        (
             run.model.attention_dropout > 0,
             " would drop the same scores of every microbatch, since the host seeds attention's kernels; use "
             "--attention-dropout 0",

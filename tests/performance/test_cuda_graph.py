@@ -177,6 +177,7 @@ def test_diagnosis_with_a_graph(cuda: None) -> None:
     [
         ("--pipeline-model-parallel-size 2", "use --pipeline-model-parallel-size 1"),
         ("--tensor-model-parallel-size 2", "use --tensor-model-parallel-size 1"),
+        ("--context-parallel-size 2", "use --context-parallel-size 1"),
         ("--attention-dropout 0.1", "use --attention-dropout 0"),
         ("--timing-log-level 2", "use --timing-log-level 1"),
     ],
