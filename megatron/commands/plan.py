@@ -204,6 +204,7 @@ def plan_given(config: PlanConfig, args: dict[str, Any], command: list[str]) -> 
     import megatron.plugins  # noqa: F401 (registers plug-ins; needs torch)
     from megatron.arguments import parse_run_config
     from megatron.planner.given import given_run
+    from megatron.planner.unplanned import notes, run_on
     from megatron.pretrain_gpt import DEFAULTS
 
     described = {f.name for f in dataclasses.fields(ModelConfig)} | {
@@ -230,6 +231,7 @@ def plan_given(config: PlanConfig, args: dict[str, Any], command: list[str]) -> 
     flags.append("--dry-run")
     run = parse_run_config([*flags, "--world-size", str(cluster.devices)], description="", defaults=DEFAULTS)
     job, layout = given_run(run, cluster.devices)
+    cluster = run_on(run, layout, cluster)
     check_precision(job.fp8_format, cluster.device)
     plan = make_plan(job, layout, cluster)
     print(f"given layout: {heading(job, cluster)}\n{plan.layout}")
@@ -237,6 +239,8 @@ def plan_given(config: PlanConfig, args: dict[str, Any], command: list[str]) -> 
         f"  step    {two_digits(plan.step.seconds)} s, {two_digits(tflops(plan, job, cluster))} TFLOP/s a GPU\n"
         f"{details(plan, cluster)}"
     )
+    for note in notes(run, layout):
+        print(f"  note    {note}")
     print_notes(config, plan, job, cluster)
     print_changes(plan, job, cluster)
     if config.what_if:

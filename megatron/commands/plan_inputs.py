@@ -19,6 +19,7 @@ from megatron.planner.models import VOCAB_SIZE, Published
 from megatron.planner.presets import find_preset
 from megatron.planner.profiles import find_constants, with_constants
 from megatron.planner.shape import given_devices
+from megatron.planner.unplanned import check_model
 
 A100_80GB = "a100-80gb"
 
@@ -152,11 +153,7 @@ def make_job(config: PlanConfig, args: dict[str, Any]) -> Job:
         raise InputError(f"{name} is required without --model")
     sizes = {"max_position_embeddings": seq_length, **known}
     model = make_config(ModelConfig, sizes | {k: v for k, v in args.items() if k in field_types(ModelConfig)})
-    if model.position_embedding_type == "alibi":
-        raise InputError(
-            "--position-embedding-type: alibi is not planned, since the times of attention with a bias are not known; "
-            "a dry run of one layout counts its memory (docs/dry-run.md)"
-        )
+    check_model(model)
     if seq_length > model.max_position_embeddings:
         raise InputError(
             f"--seq-length: {seq_length} is longer than --max-position-embeddings {model.max_position_embeddings}"

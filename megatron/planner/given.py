@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron.errors import InputError
 from megatron.parallel.stages import split_layers
 from megatron.performance.config import Fp8Config, OffloadConfig, PerformanceConfig
 from megatron.planner.division import even_sizes
 from megatron.planner.dry_run import vocabulary
 from megatron.planner.layout import Job, Layout
+from megatron.planner.unplanned import check_flags
 from megatron.training.config import RunConfig
 from megatron.training.layout import check_layout
 from megatron.variants.auto_schedule import AutoScheduleConfig
@@ -20,22 +20,19 @@ def given_run(config: RunConfig, devices: int) -> tuple[Job, Layout]:
     """Return the job and the layout of a run on so many devices.
 
     Raises:
-        InputError: the run does not divide the devices, or has a layout that is not planned.
+        InputError: the run does not divide the devices, or has a flag that is not planned.
     """
     balanced = config.parallel.pipeline_model_parallel_layout == AUTO
     config = with_auto_layout(config)
     check_layout(config, devices)
     model, parallel, training = config.model, config.parallel, config.training
     schedule = parallel.pipeline_schedule if parallel.pipeline_model_parallel_size > 1 else None
-    if parallel.cp_comm_type == "a2a+p2p":
-        raise InputError(f"--cp-comm-type: {parallel.cp_comm_type} is not planned; a dry run counts it")
     sharding = parallel.data_parallel_sharding_strategy
-    if parallel.recompute_method == "block":
-        raise InputError("--recompute-method: block is not planned; a dry run counts it")
     offload = config.plugin(OffloadConfig)
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     context = parallel.context_parallel_size
     data = devices // (tensor * pipeline * context)
+    check_flags(config, data * context)
     layout = Layout(
         tensor=tensor,
         context=context,
@@ -70,6 +67,7 @@ def given_run(config: RunConfig, devices: int) -> tuple[Job, Layout]:
         vocabulary(config.tokenizer),
         training.global_batch_size or training.micro_batch_size * data,
         config.plugin(Fp8Config).fp8_format,
+        config.tokenizer.make_vocab_size_divisible_by,
     )
     if layout.division == even_sizes(job, dataclasses.replace(layout.parts, sizes=None)):
         layout = dataclasses.replace(layout, division=None)

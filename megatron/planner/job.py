@@ -12,13 +12,19 @@ from megatron.tokenizer import padded_vocab_size
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A GPT, its global batch, and the --fp8-format of its layers. `vocab_size` is the size before padding."""
+    """A GPT, its global batch, and the --fp8-format of its layers.
+
+    Attributes:
+        vocab_size: size before padding.
+        vocab_divisor: --make-vocab-size-divisible-by, by which it is padded.
+    """
 
     model: ModelConfig
     seq_length: int
     vocab_size: int
     global_batch_size: int
     fp8_format: str | None = None
+    vocab_divisor: int = 128
 
     def __hash__(self) -> int:
         return self._hash
@@ -26,7 +32,8 @@ class Job:
     @functools.cached_property
     def _hash(self) -> int:
         """Hash, kept since jobs are keys of caches: a model's config has a hundred fields."""
-        return hash((self.model, self.seq_length, self.vocab_size, self.global_batch_size, self.fp8_format))
+        others = self.seq_length, self.vocab_size, self.global_batch_size, self.fp8_format, self.vocab_divisor
+        return hash((self.model, *others))
 
     @functools.cached_property
     def has_experts(self) -> tuple[bool, ...]:
@@ -34,8 +41,8 @@ class Job:
         return tuple(self.model.expert_layers(self.model.num_layers))
 
     def padded_vocab_size(self, tensor: int) -> int:
-        """Rows of the embedding table, with --make-vocab-size-divisible-by 128."""
-        return padded_vocab_size(self.vocab_size, 128, tensor)
+        """Rows of the embedding table."""
+        return padded_vocab_size(self.vocab_size, self.vocab_divisor, tensor)
 
     def residual_element(self, element: int) -> int:
         """Bytes of an element of the residual stream, if other activations have `element` bytes."""

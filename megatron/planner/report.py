@@ -158,6 +158,8 @@ def command_flags(plan: Plan, job: Job, cluster: Cluster, tokens: float | None) 
         flags.append(f"--{precision}")
     if job.fp8_format is not None:
         flags.append(f"--fp8-format {job.fp8_format}")
+    if job.vocab_divisor != 128:
+        flags.append(f"--make-vocab-size-divisible-by {job.vocab_divisor}")
     if tokens is not None:
         flags.append(f"--train-samples {math.ceil(tokens / job.seq_length)}")
     return flags

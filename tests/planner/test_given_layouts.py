@@ -201,3 +201,16 @@ def test_a_division_that_is_even_is_the_even_one():
     )
     assert same[1].division is None
     assert isinstance(same[0], Job)
+
+
+def test_the_divisor_of_the_vocabulary_counts():
+    """131,072 ids are padded to a multiple of 2 x 50,000."""
+    config = config_of(
+        f"{COMMON} --num-layers 1 {LLAMA} {TP} 2 --make-vocab-size-divisible-by 50000 --micro-batch-size 1"
+    )
+    gpt, layout = given_run(config, 2)
+    assert gpt.padded_vocab_size(2) == 200_000
+    counted, machine = DryRun.from_config(config, GPT, 2).count(0).memory, cluster(2)
+    planned = stage_memory(gpt, layout, machine, 0, our_program(gpt, layout, machine))
+    assert planned.weights == counted["weights"]
+    assert planned.total == pytest.approx(counted["peak"], rel=0.006)

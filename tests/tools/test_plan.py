@@ -22,6 +22,9 @@ from megatron.pretrain_gpt import DEFAULTS
 ROOT = Path(__file__).resolve().parent.parent.parent
 SMALL = "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --global-batch-size 32"
 
+# The flags of a command that a description of a model lacks.
+SHORT_RUN = "--micro-batch-size 1 --tokenizer-type NullTokenizer --vocab-size 511 --lr 1e-4 --train-iters 1"
+
 
 @pytest.fixture
 def plan(capsys: pytest.CaptureFixture[str]):
@@ -339,8 +342,68 @@ def test_single_changes_keep_the_rest(plan, stages: str, even: str):
         ("--model 175b --days 7", "--days needs --tokens"),
         ("--model 175b --days 7 --tokens 1e9 --gpus 8", "--days: finds the number of GPUs"),
         ("--gpus 8 --longest-seq-length -- {}", "--longest-seq-length cannot be given before --"),
+        ("--gpus 1024 -- {} --optimizer muon", "--optimizer: muon is not planned; a dry run counts it"),
+        ("--gpus 1024 -- {} --bf16-optimizer-states", "--bf16-optimizer-states is not planned"),
+        ("--gpus 1024 -- {} --grad-reduce-in-bf16", "--grad-reduce-in-bf16 is not planned"),
+        ("--gpus 1024 -- {} --freeze embedding.*", "--freeze is not planned"),
+        (
+            "--gpus 1024 -- {} --fp8-format hybrid --fp8-recipe rowwise",
+            "--fp8-recipe: rowwise is not planned",
+        ),
+        (
+            "--gpu h100 --gpus 1024 -- {} --fp8-format hybrid --first-last-layers-bf16 --num-layers-at-end-in-bf16 8",
+            "--first-last-layers-bf16 is not planned",
+        ),
+        ("--gpus 1024 -- {} --no-torch-compile", "--no-torch-compile is planned only with"),
+        ("--gpus 1024 -- {} --ops-backend plain", "--ops-backend: plain is planned only with"),
+        (
+            "--gpus 1024 -- {} --data-parallel-sharding-strategy optim_grads_params",
+            "--data-parallel-sharding-strategy: optim_grads_params is planned only with",
+        ),
+        ("--gpu v100 --gpus 1024 -- {}", "--bf16: v100-32gb is planned in fp16; give --fp16 instead"),
     ],
 )
 def test_bad_commands_are_refused(plan, flags: str, message: str):
     with pytest.raises(InputError, match=re.escape(message)):
         plan(flags.format(LLAMA_70B))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--distribute-saved-activations --recompute-granularity full",
+            "--distribute-saved-activations is not",
+        ),
+        ("--position-embedding-type alibi", "--position-embedding-type: alibi is not planned"),
+    ],
+)
+def test_a_command_is_planned_as_it_is_or_not_at_all(plan, flags: str, message: str):
+    command = LLAMA_70B.replace("--sequence-parallel ", "").replace("--position-embedding-type rope ", "")
+    with pytest.raises(InputError, match=message):
+        plan(f"--gpus 1024 -- {command} {flags}")
+
+
+def test_the_precision_of_a_command_is_that_of_the_cluster(plan, tmp_path: Path):
+    command, file = f"{SMALL} {SHORT_RUN}", tmp_path / "mine.yaml"
+    with pytest.raises(
+        InputError, match="--bf16 is required: h100-80gb is planned in bf16, and the command is in fp32"
+    ):
+        plan(f"--gpu h100 --gpus 8 -- {command}")
+    halves = {name: plan(f"--gpu h100 --gpus 8 -- {command} --{name}") for name in ("bf16", "fp16")}
+    assert "8 h100-80gb (one node, fp16)" in halves["fp16"]
+    assert halves["fp16"].replace("fp16", "bf16") == halves["bf16"]
+    file.write_text(
+        "device: {name: cpu, precision: fp32, peak: 0.1 TFLOP/s, memory: 8 GB, bandwidth: 20 GB/s}\n"
+        "devices-per-node: 2\nnodes: 1\nlink: {bandwidth: 1 GB/s, latency: 50 us}\n"
+    )
+    assert "2 cpu (one node, fp32)" in plan(f"--cluster {file} -- {command}")
+    with pytest.raises(InputError, match="--bf16: cpu is planned in fp32; leave the flag out"):
+        plan(f"--cluster {file} -- {command} --bf16")
+
+
+def test_flags_that_a_plan_leaves_out_are_named(plan):
+    flags = "--tp-comm-overlap --overlap-param-gather --reset-attention-mask"
+    out = plan(f"--gpu h100 --gpus 1024 -- {LLAMA_70B} {flags}")
+    assert all(f"  note    {flag}: " in out for flag in flags.split())
+    assert "--tp-comm-overlap" not in plan(f"--gpu h100 --gpus 1024 -- {LLAMA_70B}")
