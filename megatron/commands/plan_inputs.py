@@ -10,7 +10,7 @@ from megatron.cli import make_config
 from megatron.errors import InputError
 from megatron.flags import Config, field_types, flag
 from megatron.model.config import ModelConfig
-from megatron.performance.config import FP8_FORMATS
+from megatron.performance.config import FP8_FORMATS, check_fp8_model
 from megatron.planner.cluster import Cluster, Device, cluster_from_data_sheet
 from megatron.planner.description import read_cluster
 from megatron.planner.device_specs import data_sheet
@@ -130,7 +130,7 @@ def make_job(config: PlanConfig, args: dict[str, Any]) -> Job:
 
     Raises:
         InputError: there is no model; a size is missing; samples are longer than --max-position-embeddings; or the
-            model has ALiBi.
+            model is not planned, or not trained in FP8.
     """
     known: dict[str, Any] = {}
     seq_length, batch = config.seq_length, config.global_batch_size
@@ -154,6 +154,8 @@ def make_job(config: PlanConfig, args: dict[str, Any]) -> Job:
     sizes = {"max_position_embeddings": seq_length, **known}
     model = make_config(ModelConfig, sizes | {k: v for k, v in args.items() if k in field_types(ModelConfig)})
     check_model(model)
+    if config.fp8_format is not None:
+        check_fp8_model(config.fp8_format, model, ranks=1)
     if seq_length > model.max_position_embeddings:
         raise InputError(
             f"--seq-length: {seq_length} is longer than --max-position-embeddings {model.max_position_embeddings}"

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.errors import InputError
 from megatron.flags import flag
+from megatron.model.config import ModelConfig
 from megatron.parallel.schedules import SPLIT
 from megatron.reports.config import TimingConfig
 from megatron.training.config import PluginConfig, RunConfig
@@ -237,43 +238,11 @@ class Fp8Config(PluginConfig):
         super().__post_init__()
 
     def check(self, run: RunConfig) -> None:
-        model, ranks = run.model, run.parallel.tensor_model_parallel_size
         if self.fp8_format is None:
             return
         if not run.training.bf16:
             raise InputError(f"--fp8-format: {self.fp8_format} needs --bf16")
-        if model.num_experts is not None:
-            raise InputError(
-                f"--fp8-format: {self.fp8_format} is for dense layers, and --num-experts {model.num_experts} adds "
-                "products of experts; leave one out"
-            )
-        if not model.can_split(ranks):  # `check_layout` has the error
-            return
-        queries = model.num_attention_heads // ranks * model.kv_channels
-        sizes = {
-            "--hidden-size": model.hidden_size,
-            "--num-attention-heads times --kv-channels": queries,
-            "--ffn-hidden-size": model.ffn_hidden_size // ranks,
-        }
-        if model.multi_latent_attention:
-            heads, q, kv = model.num_attention_heads // ranks, model.q_lora_rank, model.kv_lora_rank
-            sizes |= {
-                "--q-lora-rank": q or FP8_MULTIPLE,
-                "--kv-lora-rank": kv,
-                "--kv-lora-rank plus --qk-pos-emb-head-dim": kv + model.qk_pos_emb_head_dim,
-                "keys and values": heads * (model.qk_head_dim + model.v_head_dim),
-                "--num-attention-heads times --v-head-dim": heads * model.v_head_dim,
-            }
-        else:
-            keys_values = 2 * model.kv_heads_per_rank(ranks) * model.kv_channels
-            sizes["queries, keys and values"] = queries + keys_values
-        for name, size in sizes.items():
-            if size % FP8_MULTIPLE:
-                where = " on each tensor-parallel rank" if ranks > 1 else ""
-                raise InputError(
-                    f"--fp8-format: {name} {size}{where} is not a multiple of {FP8_MULTIPLE}, as FP8 products need; "
-                    "choose another size, or leave --fp8-format out"
-                )
+        check_fp8_model(self.fp8_format, run.model, run.parallel.tensor_model_parallel_size)
 
     def bf16_layers(self, num_layers: int) -> list[int]:
         """Layers of a model that stay in bf16."""
@@ -292,3 +261,46 @@ class Fp8Config(PluginConfig):
             for name in names
             if name in values and not values.get(needed)
         ]
+
+
+def check_fp8_model(fp8_format: str, model: ModelConfig, ranks: int) -> None:
+    """Check that the layers of a model on so many tensor-parallel ranks can compute in FP8.
+
+    Raises:
+        InputError: it has experts, or a size that FP8 products cannot have.
+    """
+    if model.num_experts is not None:
+        raise InputError(
+            f"--fp8-format: {fp8_format} is for dense layers, and --num-experts {model.num_experts} adds "
+            "products of experts; leave one out"
+        )
+    if not model.can_split(ranks):  # `check_layout` has the error
+        return
+    for name, size in fp8_sizes(model, ranks).items():
+        if size % FP8_MULTIPLE:
+            where = " on each tensor-parallel rank" if ranks > 1 else ""
+            raise InputError(
+                f"--fp8-format: {name} {size}{where} is not a multiple of {FP8_MULTIPLE}, as FP8 products need; "
+                "choose another size, or leave --fp8-format out"
+            )
+
+
+def fp8_sizes(model: ModelConfig, ranks: int) -> dict[str, int]:
+    """Sizes of the products of dense layers on one of so many tensor-parallel ranks, by name."""
+    queries = model.num_attention_heads // ranks * model.kv_channels
+    sizes = {
+        "--hidden-size": model.hidden_size,
+        "--num-attention-heads times --kv-channels": queries,
+        "--ffn-hidden-size": model.ffn_hidden_size // ranks,
+    }
+    if model.multi_latent_attention:
+        heads, q, kv = model.num_attention_heads // ranks, model.q_lora_rank, model.kv_lora_rank
+        return sizes | {
+            "--q-lora-rank": q or FP8_MULTIPLE,
+            "--kv-lora-rank": kv,
+            "--kv-lora-rank plus --qk-pos-emb-head-dim": kv + model.qk_pos_emb_head_dim,
+            "keys and values": heads * (model.qk_head_dim + model.v_head_dim),
+            "--num-attention-heads times --v-head-dim": heads * model.v_head_dim,
+        }
+    keys_values = 2 * model.kv_heads_per_rank(ranks) * model.kv_channels
+    return sizes | {"queries, keys and values": queries + keys_values}

@@ -66,7 +66,8 @@ def parse_shape(text: str, job: Job, cluster: Cluster) -> Layout:
         ),
         (
             not can_tensor_parallel(job, shape.tensor),
-            f"T{shape.tensor} does not divide the heads, the MLP or the experts of the model",
+            f"T{shape.tensor} does not divide the heads, the MLP or the experts of the model"
+            + ("" if job.fp8_format is None else " into sizes that FP8 products take"),
         ),
         (
             shape.context > 1 and job.seq_length % (2 * shape.context) > 0,

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.model.flops import layer_flops, vocabulary_flops
+from megatron.performance.config import FP8_MULTIPLE, fp8_sizes
 from megatron.planner.cluster import Cluster
 from megatron.planner.layout import Job, Layout
 
@@ -35,7 +36,10 @@ def can_tensor_parallel(job: Job, tensor: int) -> bool:
     """Return True if so many ranks can share every layer."""
     model, shared = job.model, job.model.moe_shared_expert_intermediate_size or 0
     routes = model.num_experts is None or job.seq_length % tensor == 0
-    return model.can_split(tensor) and shared % tensor == 0 and routes
+    if not (model.can_split(tensor) and shared % tensor == 0 and routes):
+        return False
+    in_fp8 = job.fp8_format is not None and model.num_experts is None
+    return not in_fp8 or all(size % FP8_MULTIPLE == 0 for size in fp8_sizes(model, tensor).values())
 
 
 def expert_sizes(job: Job, ranks: int) -> list[tuple[int, int]]:

@@ -130,6 +130,15 @@ def test_a_plan_with_fp8(plan):
     assert out.count("--bf16 --fp8-format hybrid") == 2 and "fp8" not in plan(flags)
 
 
+def test_layouts_in_fp8_are_those_that_training_takes(plan):
+    """An MLP of 2,080 on two ranks has 1,040 channels, a multiple of 16, and on four 520."""
+    flags = f"{SMALL} --ffn-hidden-size 2080 --gpus 8 --gpu h100"
+    for tensor, fp8 in ((2, "--fp8-format hybrid"), (4, "")):
+        assert f"The best: T{tensor} " in plan(f"{flags} --layout T{tensor} {fp8}")
+    with pytest.raises(InputError, match=r"--layout: T4: T4 .* into sizes that FP8 products take"):
+        plan(f"{flags} --layout T4 --fp8-format hybrid")
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -164,6 +173,14 @@ def test_a_plan_with_fp8(plan):
         (
             f"{SMALL} --gpus 8 --fp8-format e4m3",
             "--fp8-format: a100-80gb in bf16 has no peak of FP8 products; choose another --gpu",
+        ),
+        (
+            "--model qwen3-30b-a3b --gpu h100 --gpus 16 --fp8-format hybrid",
+            "--fp8-format: hybrid is for dense layers, and --num-experts 128 adds products of experts; leave one out",
+        ),
+        (
+            f"{SMALL} --gpu h100 --gpus 8 --fp8-format hybrid --ffn-hidden-size 2056",
+            "--fp8-format: --ffn-hidden-size 2056 is not a multiple of 16",
         ),
         ("--model 7b", "--model: '7b' may be one of .*llama2-7b, .*mistral-7b, qwen2.5-7b; choose one"),
         ("--model lama3-9b", "--model: 'lama3-9b' is not a known model; close are .*llama3-8b"),
