@@ -15,7 +15,6 @@ from megatron.planner.our_program import memory_of
 from megatron.planner.schedule_costs import bubble_fraction
 from megatron.planner.search import Plan, fewest_layers, make_plan
 from megatron.planner.space import (
-    MAX_CHUNKS,
     MICRO_BATCH_SIZES,
     can_offload_activations,
     can_offload_optimizer,
@@ -103,7 +102,8 @@ def other_choices(best: Plan, job: Job, cluster: Cluster) -> Iterator[tuple[str,
         other = dataclasses.replace(layout, **{"overlap_grad_reduce": overlap} | change)
         if (other.pipeline, other.chunks) != (layout.pipeline, layout.chunks):
             other = dataclasses.replace(other, division=None)
-        if not _divides(other, job, cluster):
+        # Of other microbatch sizes only those of the search.
+        if other.micro_batch_size not in (b, *MICRO_BATCH_SIZES) or not _divides(other, job, cluster):
             continue
         other = _adjusted(other, job)
         if other not in seen:
@@ -137,7 +137,6 @@ def _divides(layout: Layout, job: Job, cluster: Cluster) -> bool:
     halves = 2 * layout.context if layout.context > 1 else 1  # of a sequence
     return (
         layout.processes == cluster.devices
-        and layout.micro_batch_size in MICRO_BATCH_SIZES
         and dataclasses.replace(layout, chunks=1).splits_layers(job)
         and can_tensor_parallel(job, layout.tensor)
         and job.seq_length % halves == 0
@@ -150,9 +149,7 @@ def _adjusted(layout: Layout, job: Job) -> Layout:
     """Reduce the chunks to what layers and microbatches allow, and drop options without effect."""
     p, chunks = layout.pipeline, 1
     if p > 1:
-        fitting = (
-            dataclasses.replace(layout, chunks=v) for v in range(1, min(layout.chunks, MAX_CHUNKS) + 1)
-        )
+        fitting = (dataclasses.replace(layout, chunks=v) for v in range(1, layout.chunks + 1))
         possible = [other.chunks for other in fitting if _is_possible(job, other)]
         if not possible:
             layout, possible = dataclasses.replace(layout, pipeline_schedule=None), [1]
@@ -238,25 +235,34 @@ def takeaways(best: Plan, job: Job, cluster: Cluster) -> list[str]:
         "the step.",
     ]
     if p > 1:
-        bubble = f"{percent(bubble_fraction(p, 1, m))}"
-        if layout.chunks > 1:
+        bubble, simulation = percent(bubble_fraction(p, 1, m)), "in simulation"
+        if layout.schedule_name == "interleaved":
             bubble += (
                 f", which {layout.chunks} chunks per stage reduce to "
                 f"{percent(bubble_fraction(p, layout.chunks, m))} at {layout.chunks} times the transfers"
             )
+        elif layout.schedule_name != "1f1b":
+            bubble, simulation = f"{bubble} with 1F1B", f"in simulation with {layout.schedule_name}"
         paragraphs.append(
-            f"The bubble (section 2.2): with {p} stages and {m} microbatches, (p - 1) / m = {bubble}; in simulation a "
+            f"The bubble (section 2.2): with {p} stages and {m} microbatches, (p - 1) / m = {bubble}; {simulation} a "
             f"stage idles for {percent(share['bubble'])} of the step."
         )
     paragraphs.append(
         f"The best microbatch size depends on the case (takeaway 3): larger microbatches make matrix products faster, "
-        f"but fewer of them make the bubble larger. Here {layout.micro_batch_size} is best, with "
+        f"but fewer of them make the bubble larger. Here it is {layout.micro_batch_size}, with "
         f"{many(m, 'microbatch', 'microbatches')} per replica."
     )
-    paragraphs.append(
-        f"Recomputation (section 3.5): {percent(share['recompute'])} of the step. Without it the activations do not "
-        "fit, or only with a smaller, slower microbatch."
-        if layout.recompute != "none"
-        else "Recomputation (section 3.5): not needed, the activations fit."
-    )
-    return paragraphs
+    return [*paragraphs, f"Recomputation (section 3.5): {_recomputation(layout, share['recompute'])}."]
+
+
+def _recomputation(layout: Layout, share: float) -> str:
+    """Say what a layout recomputes and why, given the share of the step that this takes."""
+    if layout.recompute != "none":
+        return (
+            f"{percent(share)} of the step. Without it the activations do not fit, or only with a smaller, slower "
+            "microbatch"
+        )
+    if layout.offload_layers == 0:
+        return "not needed, the activations fit"
+    layers = "all layers" if layout.offload_layers is None else many(layout.offload_layers, "layer")
+    return f"not used, activations of {layers} go to host memory"

@@ -161,6 +161,51 @@ def test_other_choices_state_their_cost():
     assert [f"takeaway {n}" in " ".join(paragraphs) for n in (1, 2, 3)] == [True] * 3
 
 
+def test_single_changes_keep_sizes_that_a_search_does_not_try():
+    """Microbatches of 3 samples, and 12 chunks on a stage."""
+    gpt, machine = dataclasses.replace(MODELS["175b"].job(), global_batch_size=1536), cluster(512)
+    given = Layout(tensor=8, pipeline=8, data=8, micro_batch_size=3, overlap_grad_reduce=True)
+    others = dict(other_choices(make_plan(gpt, given, machine), gpt, machine))
+    assert {"T4 D16", "sequence parallelism", "full recomputation", "microbatch 1"} <= set(others)
+    assert others["full recomputation"] == dataclasses.replace(given, recompute="full")
+    assert "microbatch 6" not in others
+
+    given = dataclasses.replace(given, chunks=12, micro_batch_size=1)
+    others = dict(other_choices(make_plan(gpt, given, machine), gpt, machine))
+    assert others["microbatch 2"] == dataclasses.replace(given, micro_batch_size=2)
+    assert others["T4 D16"].chunks == 12
+    assert others["P16 D4"].chunks == 6  # 96 layers
+    assert "no interleaving" in others and "1F1B or interleaving" not in others
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        (Layout(tensor=8, pipeline=8, data=8, chunks=12), "which 12 chunks per stage reduce to 0.3%"),
+        (
+            Layout(tensor=8, pipeline=8, data=8, chunks=2, pipeline_schedule="zb-v"),
+            "(p - 1) / m = 3.6% with 1F1B; in simulation with zb-v",
+        ),
+        (Layout(tensor=8, pipeline=8, data=8, recompute="full"), "Recomputation (section 3.5): 2"),
+        (Layout(tensor=8, pipeline=8, data=8), "not needed, the activations fit"),
+        (
+            Layout(tensor=8, pipeline=8, data=8, offload_layers=2),
+            "not used, activations of 2 layers go to host memory",
+        ),
+        (
+            Layout(tensor=8, pipeline=8, data=8, offload_layers=None),
+            "not used, activations of all layers go to host memory",
+        ),
+    ],
+    ids=str,
+)
+def test_takeaways_are_those_of_the_layout(layout: Layout, words: str):
+    gpt, machine = MODELS["175b"].job(), cluster(512)
+    text = "\n".join(takeaways(make_plan(gpt, layout, machine), gpt, machine))
+    assert words in text and "is best" not in text
+    assert ("chunks per stage" in text) == (layout.schedule_name == "interleaved")
+
+
 def test_a_model_that_fits_nowhere_names_the_smallest_cluster():
     gpt = MODELS["39.1b"].job()
     with pytest.raises(InputError) as error:
