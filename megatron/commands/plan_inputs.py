@@ -43,7 +43,10 @@ class PlanConfig(Config):
         None, "YAML description of a cluster, instead of --gpus and --gpu (docs/scaling.md)", metavar="FILE"
     )
     global_batch_size: int | None = flag(
-        None, "samples per step (default: that of --model)", low=1, high=10**7
+        None,
+        "samples per step (default: that of --model, or 4 million tokens if it is not known)",
+        low=1,
+        high=10**7,
     )
     seq_length: int | None = flag(None, "tokens per sample (default: that of --model)", low=1)
     fp8_format: str | None = flag(
@@ -145,7 +148,8 @@ def make_job(config: PlanConfig, args: dict[str, Any]) -> Job:
             }
         else:
             known, vocab_size = dict(named.fields), config.vocab_size or named.vocab_size
-        seq_length, batch = seq_length or named.seq_length, batch or named.global_batch_size
+        seq_length = seq_length or named.seq_length
+        batch = batch or named.batch(seq_length)
     elif "num_layers" not in args:
         raise InputError("--model or --num-layers is required")
     if seq_length is None or batch is None:

@@ -8,8 +8,6 @@ from typing import Any
 from megatron.planner.mixtures import LLAMA
 from megatron.planner.models import Preset
 
-# Tokens of a step where the authors' batch is not published or changes during training.
-BATCH_TOKENS = 2**22
 _QWEN2: dict[str, Any] = LLAMA | {"add_qkv_bias": True}
 _QWEN3: dict[str, Any] = LLAMA | {"qk_layernorm": True, "kv_channels": 128}
 _TIED: dict[str, Any] = {"untie_embeddings_and_output_weights": False}
@@ -44,7 +42,7 @@ def _models(
         if groups != heads:
             shape |= {"group_query_attention": True, "num_query_groups": groups}
         vocab = shape.pop("vocab_size", vocab_size)
-        yield prefix + size, Preset(fields | shape, vocab, seq_length, BATCH_TOKENS // seq_length)
+        yield prefix + size, Preset(fields | shape, vocab, seq_length)
 
 
 _MORE: dict[str, Any] = {"vocab_size": 152064}

@@ -10,6 +10,8 @@ from megatron.model.config import ModelConfig
 from megatron.planner.layout import Job, Layout
 
 VOCAB_SIZE = 51200  # padded; the same in both papers
+# Tokens of a step where the authors' batch is not published or changes during training.
+BATCH_TOKENS = 2**22
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +34,10 @@ class Published:
     micro_batch_size: int
     layers_per_chunk: int | None = None
     tflops: float | None = None
+
+    def batch(self, seq_length: int) -> int:
+        """Samples of a step, for samples of any length."""
+        return self.global_batch_size
 
     def model(self) -> ModelConfig:
         return ModelConfig(
@@ -64,14 +70,19 @@ class Preset:
 
     Attributes:
         fields: of the model's config.
+        global_batch_size: None where the authors' is not known.
         gpus: None where the authors do not say on how many they trained it.
     """
 
     fields: Mapping[str, Any]
     vocab_size: int
     seq_length: int
-    global_batch_size: int
+    global_batch_size: int | None = None
     gpus: int | None = None
+
+    def batch(self, seq_length: int) -> int:
+        """Samples of a step; if the authors' number is not known, the power of two with at most `BATCH_TOKENS`."""
+        return self.global_batch_size or 2 ** (max(1, BATCH_TOKENS // seq_length).bit_length() - 1)
 
 
 # GPT-2 medium of NVIDIA's examples, and 1909.08053 table 1: 64 replicas with 8 samples each.

@@ -67,6 +67,23 @@ def test_named_models_have_their_published_sizes(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "seq_length", "batch"),
+    [
+        ("llama3-8b", None, 512),
+        ("llama3-8b", 65536, 64),
+        ("llama3-8b", 10000, 256),
+        ("llama3-8b", 2**23, 1),
+        ("llama3.1-405b", 131072, 2048),
+        ("mixtral-8x7b", 8192, 256),
+        ("175b", 4096, 1536),
+    ],
+)
+def test_a_step_has_the_authors_samples_or_4_million_tokens(name: str, seq_length: int | None, batch: int):
+    longer = {} if seq_length is None else {"seq_length": seq_length}
+    assert make_job(PlanConfig(model=name, **longer), {}).global_batch_size == batch
+
+
+@pytest.mark.parametrize(
     ("given", "name"),
     [
         ("Llama3-8B", "llama3-8b"),
