@@ -35,7 +35,7 @@ from megatron.planner.layout import Job
 from megatron.planner.our_program import simulator_of
 from megatron.planner.picture import write_picture
 from megatron.planner.presets import find_preset
-from megatron.planner.profiles import find_constants, generation
+from megatron.planner.profiles import find_constants, generation, known_generation
 from megatron.planner.questions import fewest_gpus, longest_of_all
 from megatron.planner.report import (
     command,
@@ -157,21 +157,9 @@ def print_changes(plan: Plan, job: Job, cluster: Cluster) -> None:
 def print_notes(config: PlanConfig, plan: Plan, job: Job, cluster: Cluster) -> None:
     """Print how far to trust a plan, and its days, cost and failures if they are asked for."""
     if config.cluster is None:
-        gpu, mixture = cluster.device.name, job.model.num_experts is not None
-        constants = find_constants(gpu)
-        band = f"  note    the step's time is +-{constants.band(mixture=mixture):.0%}: "
-        if constants.fitted:
-            models, newer = ("mixtures", " or, without any, newer ones") if mixture else ("dense models", "")
-            band += (
-                f"the mean error over published runs of {models} on GPUs of the generation of "
-                f"{generation(gpu)}{newer}, without those that constants are fitted to (docs/scaling.md)"
-            )
-        else:
-            band += (
-                f"a guess, since speeds of {generation(gpu)} are those of public tests of single operations"
-            )
+        band = error_band(cluster.device.name, mixture=job.model.num_experts is not None)
         copies = ", and the speed of copies to host memory is assumed" if plan.layout.uses_host else ""
-        print(f"{band}. This program is not measured on GPU clusters{copies}")
+        print(f"  note    {band}. This program is not measured on GPU clusters{copies}")
     else:
         print(
             "  note    no error is known for clusters described in a file: time some steps on one node, and adjust "
@@ -193,6 +181,24 @@ def print_notes(config: PlanConfig, plan: Plan, job: Job, cluster: Cluster) -> N
             config.restart_minutes * 60,
         )
         print(f"  {failures.advice(plan.step.seconds)}")
+
+
+def error_band(gpu: str, *, mixture: bool) -> str:
+    """Describe the error to expect of the time of a step on a GPU, for a mixture of experts or a dense model."""
+    constants, of_gpu = find_constants(gpu), known_generation(gpu)
+    if of_gpu is None:
+        return (
+            "the error of the step's time is not known: no runs on this GPU are published, and its constants are those "
+            f"of {generation(gpu)} (docs/scaling.md)"
+        )
+    band = f"the step's time is +-{constants.band(mixture=mixture):.0%}: "
+    if not constants.fitted:
+        return f"{band}a guess, since speeds of {of_gpu} are those of public tests of single operations"
+    models, newer = ("mixtures", " or, without any, newer ones") if mixture else ("dense models", "")
+    return (
+        f"{band}the mean error over published runs of {models} on GPUs of the generation of {of_gpu}{newer}, without "
+        "those that constants are fitted to (docs/scaling.md)"
+    )
 
 
 def plan_given(config: PlanConfig, args: dict[str, Any], command: list[str]) -> None:

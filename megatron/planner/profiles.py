@@ -222,9 +222,14 @@ PROGRAMS = {
 }
 
 
+def known_generation(gpu: str) -> str | None:
+    """Generation of a GPU by the planner's name; None if no training or operations on it are published."""
+    return next((name for name, starts in GENERATIONS.items() if gpu.startswith(starts)), None)
+
+
 def generation(gpu: str) -> str:
-    """Generation of a GPU by the planner's name, by default A100's."""
-    return next((name for name, starts in GENERATIONS.items() if gpu.startswith(starts)), "A100")
+    """Generation whose constants a GPU has, by default A100's."""
+    return known_generation(gpu) or "A100"
 
 
 def find_profile(program: str, gpu: str) -> Profile:

@@ -244,7 +244,10 @@ def _nothing_fits(job: Job, cluster: Cluster, too_large: int) -> str:
             f"{reason} and divides them and --global-batch-size {job.global_batch_size}; {smallest.processes} of them "
             f"fit it ({smallest}): choose a multiple of {model_parallel} of them whose replicas divide the batch"
         )
-    return f"{reason}; the smallest cluster that fits it has {smallest.processes} of them ({smallest})"
+    # A data sheet without a standard node has no network.
+    beyond = smallest.processes > cluster.per_node and not cluster.network.bandwidth
+    described = ", in nodes that a file for --cluster describes" if beyond else ""
+    return f"{reason}; the smallest cluster that fits it has {smallest.processes} of them ({smallest}){described}"
 
 
 def smallest_layout(job: Job, cluster: Cluster) -> Layout | None:

@@ -130,6 +130,26 @@ def test_a_plan_with_fp8(plan):
     assert out.count("--bf16 --fp8-format hybrid") == 2 and "fp8" not in plan(flags)
 
 
+@pytest.mark.parametrize(
+    ("gpu", "error"),
+    [
+        (
+            "a100",
+            r"the step's time is \+-\d+%: the mean error over published runs of dense models on GPUs of",
+        ),
+        ("mi300x", r"the step's time is \+-\d+%: a guess, since speeds of MI300X are those of public tests"),
+        (
+            "t4",
+            "the error of the step's time is not known: no runs on this GPU are published, .* those of A100",
+        ),
+        ("l40s", "the error of the step's time is not known: "),
+    ],
+)
+def test_an_error_is_claimed_only_of_gpus_with_published_runs(plan, gpu: str, error: str):
+    out = plan(f"{SMALL} --gpus 1 --gpu {gpu} --layout b4")
+    assert re.search(rf"^  note    {error}", out, re.MULTILINE)
+
+
 def test_layouts_in_fp8_are_those_that_training_takes(plan):
     """An MLP of 2,080 on two ranks has 1,040 channels, a multiple of 16, and on four 520."""
     flags = f"{SMALL} --ffn-hidden-size 2080 --gpus 8 --gpu h100"
@@ -173,6 +193,10 @@ def test_layouts_in_fp8_are_those_that_training_takes(plan):
         (
             f"{SMALL} --gpus 8 --fp8-format e4m3",
             "--fp8-format: a100-80gb in bf16 has no peak of FP8 products; choose another --gpu",
+        ),
+        (
+            "--model deepseek-r1 --gpu h20 --gpus 8",
+            r"the smallest cluster that fits it has \d+ of them \(.*\), in nodes that a file for --cluster describes",
         ),
         (
             "--model qwen3-30b-a3b --gpu h100 --gpus 16 --fp8-format hybrid",
