@@ -79,9 +79,8 @@ def captures_iterations(row: dict[str, Any]) -> bool:
 
 def properties(row: dict[str, Any]) -> dict[str, Any]:
     """Fields of `Program` in which a run differs from its release's program."""
-    found: dict[str, Any] = {}
-    gpu, name, since = row["gpu"], row["model_name"], release(row)
     if row["program"] == "torchtitan":
+        found: dict[str, Any] = {}
         if "async tp" in row["notes"].lower():
             found["tensor_overlap"] = ASYNC_TP
         if "rowwise" in row["precision"]:
@@ -100,7 +99,13 @@ def properties(row: dict[str, Any]) -> dict[str, Any]:
         # Its table names DeepEP, its settings fake_balanced_gate; the router's weights are within the activation
         # (components/moe/layers.py and experts.py).
         return {"expert_copies_once": True, "round_robin": True, "weighted": (0, 0)}
-    found = {"expert_cast": NVFP4_CAST} if "FP4" in row["precision"] else {}
+    return _mixture_properties(row)
+
+
+def _mixture_properties(row: dict[str, Any]) -> dict[str, Any]:
+    """`properties` of NVIDIA's run of a mixture."""
+    gpu, name, since = row["gpu"], row["model_name"], release(row)
+    found: dict[str, Any] = {"expert_cast": NVFP4_CAST} if "FP4" in row["precision"] else {}
     if name.startswith("Grok") or "tokendrop" in row["notes"]:
         # With a capacity the host does not wait for the numbers of rows.
         found |= {"host": (0.0, 0.0), "pipeline_host": None, "starved": 0.0}

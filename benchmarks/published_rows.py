@@ -295,16 +295,7 @@ def _bridge_run(row: dict[str, Any]) -> Row:
         raise NotExpressed(f"GPU {row['gpu']}")
     gpu, form = found.groups()
     row |= {"gpu": gpu, "model_name": named(row["model_name"])}
-    name, per_node, network = GPUS[gpu]
-    sheet = data_sheet(name, where="gpu")
-    cluster = _cluster(sheet, row["num_gpus"], per_node, network)
-    device = cluster.device
-    if "hbm2e" in form:  # "96gb-hbm2e-500w", torchtitan's H100
-        device = dataclasses.replace(device, memory=96e9, bandwidth=2.4e12)
-    fp8 = fp8_format(row["precision"])
-    if "FP4" in row["precision"].upper():
-        device = dataclasses.replace(device, fp8=FP4[gpu] * 1e15)
-    cluster = dataclasses.replace(cluster, device=device)
+    cluster, fp8 = _bridge_cluster(row, form), fp8_format(row["precision"])
     job = Job(
         model_of(row["model_name"], shape, row["seq_length"]),
         row["seq_length"],
@@ -312,50 +303,9 @@ def _bridge_run(row: dict[str, Any]) -> Row:
         row["global_batch_size"],
         fp8,
     )
-    # Ranks that share a replica are those of the expert axis, so the source's counts of replicas differ.
-    tensor, pipeline, context = split["tp"], split["pp"], split["cp"]
-    data = row["num_gpus"] // (tensor * pipeline * context)
-    sharded, program = split.get("fsdp_shard"), program_name(row)
-    size = row.get("micro_batch_size") or 1
-    if program == "torchtitan" and pipeline > 1:
-        # The row's is the batch of a replica, divided into as many microbatches as there are stages. Parameters are not
-        # sharded again after forward, and gradients are reduced after the last microbatch.
-        size, sharded = max(size // pipeline, 1), None
-    passes = 1
-    if program == "automodel" and pipeline > 1:
-        passes = max(1, row["global_batch_size"] // (data * size * AUTOMODEL_MICROBATCHES))
-    layout = Layout(
-        tensor=tensor,
-        context=context,
-        pipeline=pipeline,
-        data=data,
-        expert=expert_ranks(row) or 1,
-        expert_tensor=split.get("etp") or 1,
-        chunks=split.get("vp") or 1,
-        division=division(row["model_name"], shape["layers"], pipeline * (split.get("vp") or 1)),
-        micro_batch_size=size,
-        sequence_parallel=tensor > 1,
-        distributed_optimizer=True,
-        overlap_grad_reduce=True,
-        sharded_parameters=bool(sharded),
-        instances=data * context // sharded if sharded and (data * context) % sharded == 0 else 1,
-    )
-    text = row["recompute"]
-    if row.get("micro_batch_size") is None:
-        layouts = tuple(_choices(job, layout))
-    elif text.startswith(("full", "policy")) and "block" not in text:
-        layouts = (dataclasses.replace(layout, recompute="full"),)
-    elif text.startswith("selective"):
-        layouts = (dataclasses.replace(layout, recompute="selective"),)
-    elif text.startswith("none") or (text.startswith("per recipe") and release(row) >= "25.11"):
-        layouts = (layout,)  # the recipes for mixtures recompute some modules at most
-    else:
-        layouts = tuple(dataclasses.replace(layout, recompute=recompute) for recompute in ("none", "full"))
-    if shape["kind"] == "moe" and expert_ranks(row) is None:
-        ranks = layout.replicas * tensor
-        sizes = [e for e in range(1, shape["experts"] + 1) if shape["experts"] % e == ranks % e == 0]
-        layouts = tuple(dataclasses.replace(x, expert=e) for x in layouts for e in sizes)
-    profile = find_profile(program, sheet.name)
+    layout, passes = _bridge_layout(row)
+    layouts = _bridge_layouts(row, job, layout)
+    profile = find_profile(program_name(row), cluster.device.name)
     kind = "mixtures" if shape["kind"] == "moe" else "dense"
     changed = dataclasses.replace(profile.program, **properties(row))
     profile = dataclasses.replace(profile, program=changed)
@@ -376,7 +326,73 @@ def _bridge_run(row: dict[str, Any]) -> Row:
         seconds=seconds,
         exact=shape["kind"] == "dense" and len(layouts) == 1 and not split.get("fsdp_shard"),
         passes=passes,
-        offload=bool(sharded) and gpu.startswith("gb"),
+        offload=layout.sharded_parameters and gpu.startswith("gb"),
         # NVIDIA's recipes since then recompute some modules only: mla_up_proj, moe_act, layernorm, the dense mlp.
         recomputes_experts=release(row) < "25.11",
     )
+
+
+def _bridge_cluster(row: dict[str, Any], form: str) -> Cluster:
+    """The cluster of a row whose GPU has this form, such as 96gb-hbm2e-500w."""
+    name, per_node, network = GPUS[row["gpu"]]
+    cluster = _cluster(data_sheet(name, where="gpu"), row["num_gpus"], per_node, network)
+    device = cluster.device
+    if "hbm2e" in form:  # "96gb-hbm2e-500w", torchtitan's H100
+        device = dataclasses.replace(device, memory=96e9, bandwidth=2.4e12)
+    if "FP4" in row["precision"].upper():
+        device = dataclasses.replace(device, fp8=FP4[row["gpu"]] * 1e15)
+    return dataclasses.replace(cluster, device=device)
+
+
+def _bridge_layout(row: dict[str, Any]) -> tuple[Layout, int]:
+    """The layout of a row without recomputation, and the passes of its pipeline in a step."""
+    # Ranks that share a replica are those of the expert axis, so the source's counts of replicas differ.
+    split = row["layout"]
+    tensor, pipeline, context = split["tp"], split["pp"], split["cp"]
+    data = row["num_gpus"] // (tensor * pipeline * context)
+    sharded, program = split.get("fsdp_shard"), program_name(row)
+    size = row.get("micro_batch_size") or 1
+    if program == "torchtitan" and pipeline > 1:
+        # The row's is the batch of a replica, divided into as many microbatches as there are stages. Parameters are not
+        # sharded again after forward, and gradients are reduced after the last microbatch.
+        size, sharded = max(size // pipeline, 1), None
+    passes = 1
+    if program == "automodel" and pipeline > 1:
+        passes = max(1, row["global_batch_size"] // (data * size * AUTOMODEL_MICROBATCHES))
+    layout = Layout(
+        tensor=tensor,
+        context=context,
+        pipeline=pipeline,
+        data=data,
+        expert=expert_ranks(row) or 1,
+        expert_tensor=split.get("etp") or 1,
+        chunks=split.get("vp") or 1,
+        division=division(row["model_name"], row["model"]["layers"], pipeline * (split.get("vp") or 1)),
+        micro_batch_size=size,
+        sequence_parallel=tensor > 1,
+        distributed_optimizer=True,
+        overlap_grad_reduce=True,
+        sharded_parameters=bool(sharded),
+        instances=data * context // sharded if sharded and (data * context) % sharded == 0 else 1,
+    )
+    return layout, passes
+
+
+def _bridge_layouts(row: dict[str, Any], job: Job, layout: Layout) -> tuple[Layout, ...]:
+    """The layouts that a row may have: with the recomputation and the division of experts that it states or allows."""
+    text, shape = row["recompute"], row["model"]
+    if row.get("micro_batch_size") is None:
+        layouts = tuple(_choices(job, layout))
+    elif text.startswith(("full", "policy")) and "block" not in text:
+        layouts = (dataclasses.replace(layout, recompute="full"),)
+    elif text.startswith("selective"):
+        layouts = (dataclasses.replace(layout, recompute="selective"),)
+    elif text.startswith("none") or (text.startswith("per recipe") and release(row) >= "25.11"):
+        layouts = (layout,)  # the recipes for mixtures recompute some modules at most
+    else:
+        layouts = tuple(dataclasses.replace(layout, recompute=recompute) for recompute in ("none", "full"))
+    if shape["kind"] == "moe" and expert_ranks(row) is None:
+        ranks = layout.replicas * layout.tensor
+        sizes = [e for e in range(1, shape["experts"] + 1) if shape["experts"] % e == ranks % e == 0]
+        layouts = tuple(dataclasses.replace(x, expert=e) for x in layouts for e in sizes)
+    return layouts

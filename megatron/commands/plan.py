@@ -79,7 +79,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_files(config)
     if given < len(line):
         plan_given(config, args, line[given + 1 :])
-        return
+    else:
+        plan_best(config, args)
+
+
+def plan_best(config: PlanConfig, args: dict[str, Any]) -> None:
+    """Search for the fastest layouts, and print them with the command of the best.
+
+    Raises:
+        InputError: the job or the cluster is not described, or no layout fits.
+    """
     job = make_job(config, args)
     if config.days is not None:
         cluster = cluster_for_days(config, job)

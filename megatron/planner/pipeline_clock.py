@@ -97,18 +97,6 @@ def _rank_of(part: int, stages: int, v_shaped: bool) -> int:
     return stages - 1 - place if v_shaped and chunk % 2 else place
 
 
-def pipeline_makespan(
-    schedule: Schedule,
-    shape: tuple[int, int, int],
-    durations: np.ndarray,
-    transfer: float,
-    *,
-    v_shaped: bool = False,
-) -> float:
-    """Seconds from the first start to the last end of a schedule. Arguments are those of `pipeline_ends`."""
-    return float(pipeline_ends(schedule, shape, durations, transfer, v_shaped=v_shaped).max())
-
-
 @dataclasses.dataclass(frozen=True)
 class Earlier:
     """State of the step before, whose update a step validates.
