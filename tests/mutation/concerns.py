@@ -68,7 +68,7 @@ CONCERNS = {
         "tests/planner/test_dry_run.py",
     ],
     "megatron/parallel/stages.py": ["tests/planner/test_search.py", "tests/test_arguments.py"],
-    "megatron/planner/": ["tests/planner", "tests/tools/test_plan.py"],
+    "megatron/planner/": ["tests/planner", "tests/tools/test_plan.py", "tests/tools/test_plan_command.py"],
     "megatron/plugin_flags.py": ["tests/settings", "tests/test_arguments.py"],
     "megatron/plugins.py": ["tests/faults", "tests/evaluation/test_in_training.py", "tests/interop"],
     "megatron/preprocessing/": ["tests/preprocessing", "tests/data", "tests/tools"],
