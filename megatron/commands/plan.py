@@ -254,7 +254,7 @@ def plan_given(config: PlanConfig, args: dict[str, Any], command: list[str]) -> 
         f"  step    {two_digits(plan.step.seconds)} s, {two_digits(tflops(plan, job, cluster))} TFLOP/s a GPU\n"
         f"{details(plan, cluster)}"
     )
-    for note in notes(run, layout):
+    for note in notes(run):
         print(f"  note    {note}")
     print_notes(config, plan, job, cluster)
     print_changes(plan, job, cluster)

@@ -51,7 +51,8 @@ def given_run(config: RunConfig, devices: int) -> tuple[Job, Layout]:
         sequence_parallel=parallel.sequence_parallel,
         distributed_optimizer=parallel.use_distributed_optimizer,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
-        overlap_param_gather=parallel.overlap_param_gather,
+        # Without shards there is no gather, and the flag is refused.
+        overlap_param_gather=parallel.overlap_param_gather or not parallel.use_distributed_optimizer,
         scatter_gather=parallel.scatter_gather_tensors_in_pipeline,
         sharded_gradients=sharding == "optim_grads",
         sharded_parameters=sharding == "optim_grads_params",

@@ -55,12 +55,10 @@ def check_flags(run: RunConfig, replicas: int) -> None:
             raise InputError(f"{name} is not planned; a dry run counts it")
 
 
-def notes(run: RunConfig, layout: Layout) -> list[str]:
+def notes(run: RunConfig) -> list[str]:
     """Describe flags of a run that a plan leaves out; what they change depends on the data, or is small or unknown."""
     performance = run.plugin(PerformanceConfig)
-    gathers = layout.distributed_optimizer and not layout.sharded_parameters
     left_out = (
-        (run.parallel.overlap_param_gather and gathers, "--overlap-param-gather: the gather counts whole"),
         (
             performance.tp_comm_overlap,
             "--tp-comm-overlap: communication within layers counts whole, so the run may be faster",
@@ -105,7 +103,7 @@ def _check_gpu_flags(run: RunConfig, layout: Layout) -> None:
     """Check flags that a CPU's plan does not depend on.
 
     Raises:
-        InputError: layers are not compiled, or parameters are gathered without overlap, and plans assume otherwise.
+        InputError: layers are not compiled, and plans assume that they are.
     """
     ops = run.ops
     if not layout.splits_backward and (not ops.torch_compile or ops.ops_backend in ("plain", "apex")):
@@ -113,12 +111,6 @@ def _check_gpu_flags(run: RunConfig, layout: Layout) -> None:
         raise InputError(
             f"{name} is planned only with a --pipeline-schedule that splits backward passes, such as zb-h1; "
             "leave it out, or count its memory by a dry run"
-        )
-    overlaps = run.parallel.overlap_param_gather and run.parallel.overlap_grad_reduce
-    if layout.sharded_parameters and layout.replicas > 1 and not overlaps:
-        raise InputError(
-            "--data-parallel-sharding-strategy: optim_grads_params is planned only with --overlap-grad-reduce and "
-            "--overlap-param-gather; add them"
         )
 
 

@@ -156,10 +156,6 @@ def test_single_changes_keep_the_rest(plan, stages: str, even: str):
         ),
         ("--gpus 1024 -- {} --no-torch-compile", "--no-torch-compile is planned only with"),
         ("--gpus 1024 -- {} --ops-backend plain", "--ops-backend: plain is planned only with"),
-        (
-            "--gpus 1024 -- {} --data-parallel-sharding-strategy optim_grads_params",
-            "--data-parallel-sharding-strategy: optim_grads_params is planned only with",
-        ),
         ("--gpu v100 --gpus 1024 -- {}", "--bf16: v100-32gb is planned in fp16; give --fp16 instead"),
     ],
 )
@@ -202,8 +198,17 @@ def test_the_precision_of_a_command_is_that_of_the_cluster(plan, tmp_path: Path)
         plan(f"--cluster {file} -- {command} --bf16")
 
 
+def test_an_overlapped_gather_is_a_single_change(plan):
+    command = LLAMA_70B.replace(
+        "--pipeline-model-parallel-size 8 --num-layers-per-virtual-pipeline-stage 2 ", ""
+    )
+    for flag in ("--overlap-param-gather", ""):
+        out = plan(f"--gpu h100 --gpus 1024 -- {command} {flag}")
+        assert ("overlapped parameter gather " in out) == (not flag)
+
+
 def test_flags_that_a_plan_leaves_out_are_named(plan):
-    flags = "--tp-comm-overlap --overlap-param-gather --reset-attention-mask"
+    flags = "--tp-comm-overlap --reset-attention-mask"
     out = plan(f"--gpu h100 --gpus 1024 -- {LLAMA_70B} {flags}")
     assert all(f"  note    {flag}: " in out for flag in flags.split())
     assert "--tp-comm-overlap" not in plan(f"--gpu h100 --gpus 1024 -- {LLAMA_70B}")
