@@ -50,7 +50,9 @@ def layer_activations(
     masks = 2 if model.hidden_dropout else 0
     normed = 0 if program.module_recompute else 2 * kept
     inputs = 1 if model.use_parallel_residual else 2  # of the residual stream
-    replicated = tokens * h * (inputs * residual + normed + masks) / ranks
+    # Norms of the outputs of attention and MLP keep their inputs, too.
+    after = 2 if model.sandwich_norm else 0
+    replicated = tokens * h * (inputs * residual + after * element + normed + masks) / ranks
     sharded = tokens * (
         element * attention_elements(model, t, ranks, latents_only=program.latent_recompute) + ffn
     )
@@ -62,9 +64,9 @@ def layer_activations(
         routed = routed_activations(model, layout, element, program, kept)
         sharded += 0 if model.moe_layer_recompute else tokens / t * routed
     if program.fused_attention:
-        # In fp32 the logarithm of each row's sum of exponentials, and statistics of both norms.
+        # In fp32 the logarithm of each row's sum of exponentials, and statistics of the norms.
         sharded += 4 * tokens * model.num_attention_heads / t
-        replicated += 4 * tokens * 2 * (2 if model.normalization == "LayerNorm" else 1) / ranks
+        replicated += 4 * tokens * (2 + after) * (2 if model.normalization == "LayerNorm" else 1) / ranks
     if program.fused_attention and recompute == "selective":
         return (replicated + sharded) * (1 - program.selective)
     if program.fused_attention or recompute == "selective":
@@ -248,14 +250,20 @@ def backward_of_a_layer(job: Job, layout: Layout, element: int) -> float:
     """Bytes of the gradients with which backward of a dense layer begins.
 
     The gradient of the output, gathered along the sequence, and of the activation function's output; then those of its
-    output and its input. The kept activations are all still there; a split backward pass keeps the input of the last
-    product, too.
+    output and its input. The kept activations are all still there, except the input of a norm of the MLP's output; a
+    split backward pass keeps the input and the output's gradient of the last product, too. Recomputation of a layer
+    ends with the gradient, the MLP's output and the layer's.
     """
     model, tokens, t = job.model, layout.tokens(job), layout.tensor
     whole, ffn = tokens * model.hidden_size, tokens * model.ffn_hidden_size / t
     local = whole / t if layout.sequence_parallel else whole
     gathered = whole if layout.sequence_parallel else 0.0
-    return element * (local + max(gathered + ffn, ffn * (1 + model.gated + layout.splits_backward)))
+    freed = local if model.sandwich_norm and not layout.splits_backward else 0.0
+    working = element * max(gathered + ffn, ffn * (1 + model.gated + layout.splits_backward) - freed)
+    residual = job.residual_element(element) * local
+    if layout.recompute == "full":
+        working = max(working, residual + element * local)
+    return residual + working
 
 
 def ring_working(job: Job, layout: Layout, element: int, program: Program) -> float:

@@ -14,7 +14,7 @@ from megatron.planner.attention_costs import AttentionCosts
 from megatron.planner.costs import Cost, ForwardBackward
 from megatron.planner.routing import Routing, busiest
 
-NORM = 2  # accesses of an element by a norm in forward
+NORM, NORM_BACKWARD = 2, 3  # accesses of an element by a norm in forward and in backward
 # Accesses (forward, backward). Embedding: two tables are read, added and dropped out; backward adds to two.
 EMBEDDING = (6, 9)
 # Rows that each expert has a multiple of on a CPU in bf16, and multiples of an expert from which on they are padded, as
@@ -71,6 +71,7 @@ class Kernels(AttentionCosts):
         rope = model.position_embedding_type == "rope"
         again = self.program.module_recompute and self.layout.recompute != "full"
         norms_again = (0, 2 * NORM if again else 0)
+        norms_after = (2 * NORM, 2 * NORM_BACKWARD) if model.sandwich_norm else (0, 0)
         normed = model.qk_layernorm and not model.multi_latent_attention
         return (
             self.elementwise(n * rotated, self.program.rotary if rope else (0, 0))
@@ -80,6 +81,7 @@ class Kernels(AttentionCosts):
             + self.context_parallel
             + self.elementwise(self.local_tokens * model.hidden_size, self.program.residual)
             + self.elementwise(self.local_tokens * model.hidden_size, norms_again)
+            + self.elementwise(self.local_tokens * model.hidden_size, norms_after)
             + self.elementwise(self.tokens * heads / self.layout.tensor, self.program.heads)
         )
 

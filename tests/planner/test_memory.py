@@ -216,8 +216,9 @@ PLANNED = [
     # Ranks that exchange heads divide the groups of queries.
     if not ("a2a" in flags and "--num-query-groups" in SHAPES[shape])
 ]
-WIDE = """
-    --bf16 --tensor-model-parallel-size 2 --sequence-parallel --num-layers 3 --hidden-size 1024 --num-attention-heads 8
+TENSOR = "--tensor-model-parallel-size"
+WIDE = f"""
+    --bf16 {TENSOR} 2 --sequence-parallel --num-layers 3 --hidden-size 1024 --num-attention-heads 8
     --swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope --attention-dropout 0
     --hidden-dropout 0 --untie-embeddings-and-output-weights --seq-length 1024 --max-position-embeddings 1024
     --vocab-size 4095 --global-batch-size 8
@@ -270,6 +271,28 @@ def test_memory_with_full_recomputation_matches_a_dry_run(sharding: str):
     gpt = Job(config.model, 1024, vocab_size=4096, global_batch_size=8)
     counted = DryRun.from_config(config, GPT, 8).count(0).memory
     assert stage_memory(gpt, layout, cluster(8), 0, OURS).total == pytest.approx(counted["peak"], rel=1e-3)
+
+
+@pytest.mark.parametrize("norms", ["", "--sandwich-norm"])
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        "",
+        "--recompute-granularity full",
+        pytest.param("--recompute-granularity selective", marks=pytest.mark.slow),
+        pytest.param("--recompute-granularity full --recompute-num-layers 2", marks=pytest.mark.slow),
+        pytest.param("--recompute-granularity full --fp32-residual-connection", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("tensor", ["1", "2", "4", "2 --sequence-parallel"])
+def test_memory_of_further_norms_matches_a_dry_run(tensor: str, recompute: str, norms: str):
+    """Norms of the outputs of attention and MLP, as in Gemma 2, keep their inputs, and recomputation frees them."""
+    wide = WIDE.replace(f"{TENSOR} 2 --sequence-parallel", f"{TENSOR} {tensor}")
+    config = config_of(f"--device cuda --dry-run {wide} --micro-batch-size 4 {recompute} {norms}")
+    gpt, layout = given_run(config, int(tensor[0]))
+    counted = DryRun.from_config(config, GPT, layout.processes).count(0).memory["activations"]
+    planned = stage_memory(gpt, layout, cluster(layout.processes), 0, OURS).activations
+    assert planned == pytest.approx(counted, rel=0.015 if layout.sequence_parallel else 2e-3)
 
 
 @pytest.mark.parametrize(("shape", "name"), PLANNED)

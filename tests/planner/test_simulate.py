@@ -52,6 +52,17 @@ def test_the_parts_of_a_step_sum_to_its_time():
         assert step.recompute == 0
 
 
+@pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2, sequence_parallel=True)])
+def test_norms_of_outputs_take_time(layout: Layout):
+    """A norm reads and writes its input in forward; backward reads it and a gradient, and writes a gradient."""
+    gpt, machine = job(24, 2048, 16, 8), cluster(2)
+    more = dataclasses.replace(gpt, model=dataclasses.replace(gpt.model, sandwich_norm=True))
+    before, after = (Kernels(x, layout, machine, OURS).layer for x in (gpt, more))
+    read = 2 * 2048 * 2048 / layout.tensor / (machine.device.bandwidth * machine.efficiency.memory)
+    assert after.forward.total - before.forward.total == pytest.approx(2 * 2 * read)
+    assert after.backward.total - before.backward.total == pytest.approx(2 * 3 * read)
+
+
 def test_recomputation_leaves_out_what_backward_does_not_need():
     """torch's checkpoints end before the last product: of 12 h^2 parameters of a layer 4 h^2, without attention."""
     layout = Layout(data=8, sharded_parameters=True, overlap_grad_reduce=True, recompute="full")
