@@ -97,6 +97,8 @@ def routed_activations(
     rows = topk * layout.expert_tensor
     exchanged = layout.expert * layout.expert_tensor > 1
     row = kept * model.hidden_size + hidden + (2 if exchanged else 1) * INDEX_BYTES
+    if model.add_expert_bias:  # that of the output, for the gradient of the router's weight
+        row += element * model.hidden_size / layout.expert_tensor
     weighted = model.moe_router_score_function == "sigmoid" or model.moe_router_pre_softmax
     losses = len([x for x in model.moe_aux_loss_coeff if x > 0])
     scores = weighted + (losses > 0) + losses + (2 if model.moe_z_loss_coeff is not None else 0)
@@ -301,7 +303,8 @@ def experts_working(job: Job, layout: Layout, element: int, program: Program) ->
     row, ffn = rows * model.hidden_size, rows * (model.moe_ffn_hidden_size or 0) / layout.expert_tensor
     waits = layout.splits_backward and not model.moe_grouped_gemm
     exchanged = layout.expert * layout.expert_tensor > 1
-    backward = hidden + max((2 + waits) * ffn, (1 + exchanged) * row + ffn)
+    biases = (3 + exchanged) * row * model.add_expert_bias
+    backward = hidden + max((2 + waits) * ffn, (1 + exchanged) * row + ffn, biases)
     forward = (4 if exchanged else 2) * row + (hidden if layout.pipeline == 1 else -hidden)
     if model.moe_layer_recompute or layout.recompute == "full":
         forward += hidden

@@ -46,13 +46,16 @@ class BiasedExperts(Experts):
         numbers = torch.as_tensor(counts, device=x_mh.device)
         local = torch.arange(len(self.local), device=x_mh.device)
         expert_m = torch.repeat_interleave(local, numbers, output_size=len(x_mh))
-        bias1, bias2 = (bias.view(len(local), -1)[expert_m] for bias in (self.bias1, self.bias2))
-        x_mf = self.product(x_mh, self.weight1, counts, transposed=False) + bias1
+        bias2 = self.bias2.view(len(local), -1)[expert_m]
+        x_mf = self.product(x_mh, self.weight1, counts, transposed=False)
+        x_mf = x_mf + self.bias1.view(len(local), -1)[expert_m]
         x_mf = self.ops.activation(x_mf, self.activation)
         weights_m1 = weights_m.unsqueeze(1).to(x_mf.dtype)
         out_mh = self.product(x_mf * weights_m1, self.weight2, counts, transposed=True)
-        after = self.hidden - self.begin - bias2.shape[1]
-        return out_mh + F.pad(bias2 * weights_m1, (self.begin, after))
+        out_bias_mh = bias2 * weights_m1
+        if (width := bias2.shape[1]) < self.hidden:
+            out_bias_mh = F.pad(out_bias_mh, (self.begin, self.hidden - self.begin - width))
+        return out_mh.add_(out_bias_mh)
 
 
 class BiasedRouter(Router):

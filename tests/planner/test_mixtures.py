@@ -119,10 +119,11 @@ def test_memory_matches_a_dry_run(shape: str, name: str) -> None:
 @pytest.mark.parametrize("expert", [1, 2])
 @pytest.mark.parametrize("recompute", ["", pytest.param("--moe-layer-recompute", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("whole", ["none", pytest.param("full", marks=pytest.mark.slow)])
-def test_memory_of_layers_with_many_rows(expert: int, recompute: str, whole: str) -> None:
+@pytest.mark.parametrize("biases", ["", "--add-expert-bias"])
+def test_memory_of_layers_with_many_rows(expert: int, recompute: str, whole: str, biases: str) -> None:
     """Two layers whose experts hold most of the memory: 1,024 tokens, of which each has three experts."""
     sizes = GATED.replace("--num-layers 8", "--num-layers 2").replace("--seq-length 128", "--seq-length 1024")
-    sizes += f"--num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 384 --moe-grouped-gemm {recompute} "
+    sizes += f"--num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 384 --moe-grouped-gemm {recompute} {biases} "
     layout = Layout(data=expert, expert=expert, recompute=whole)
     job = Job(config_of(sizes).model, 1024, vocab_size=512, global_batch_size=8)
     config = config_of(sizes + " ".join(layout.flags(job)))
