@@ -7,11 +7,12 @@ import itertools
 from collections.abc import Callable, Iterator
 
 from megatron.errors import InputError
+from megatron.parallel.recompute import NO_RECOMPUTE
 from megatron.planner.cluster import Cluster, Link, Measured
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import fits
 from megatron.planner.our_program import memory_of
-from megatron.planner.search import Plan, search
+from megatron.planner.search import Plan, plan_within
 from megatron.planner.space import (
     can_sequence_parallel,
     can_shard_parameters,
@@ -21,13 +22,12 @@ from megatron.planner.space import (
     pipeline_sizes,
     tensor_sizes,
 )
+from megatron.reports.flops import exact_flops_per_sample
 
 # Bounds of the answers.
 MAX_LENGTH, MAX_MICRO_BATCH, MAX_GPUS = 2**30, 2**16, 10**6
 # Sequences are compared in steps of so many tokens, or of what the layout divides them into.
 LENGTH_STEP = 1024
-# More GPUs do not make each of them faster by more than this.
-MAX_SPEEDUP = 1.1
 
 
 def longest_sequence(job: Job, layout: Layout, cluster: Cluster) -> int:
@@ -142,30 +142,43 @@ def fewest_gpus(
 ) -> tuple[Cluster, Plan]:
     """The smallest cluster that trains on so many tokens in so many seconds, and its fastest plan.
 
-    Sizes are those that a layout and the global batch divide. Where a size is too slow by some factor, sizes that are
-    too slow even if every GPU becomes a tenth faster are skipped.
+    Sizes are those that a layout and the global batch divide, from the smallest on. A size is skipped only by a lower
+    bound of the step's time: of the FLOPs at the devices' peak, or of all its layouts.
 
     Raises:
         InputError: no cluster up to a million GPUs does.
     """
     limit = seconds / (tokens / (job.global_batch_size * job.seq_length))
-    one = make_cluster(1)
-    least = job.flops() / (one.device.peak * one.efficiency.matmul) / limit
+    least = _least_seconds(job, make_cluster(1))
     for size in cluster_sizes(job):
-        if size < least:
+        if least > size * limit:
             continue
         try:
             cluster = make_cluster(size)
-            plan = search(job, cluster, num_plans=1, progress=lambda count: None).plans[0]
-        except InputError:  # not whole nodes, or too small for the model
+        except InputError:  # not whole nodes
             continue
-        if plan.step.seconds <= limit:
+        plan = plan_within(job, cluster, limit)
+        if plan is not None:
             return cluster, plan
-        least = max(least, size * plan.step.seconds / limit / MAX_SPEEDUP)
     raise InputError(
         f"--days: no number of GPUs up to {MAX_GPUS:,} ends a step of {job.global_batch_size} samples within "
         f"{limit:.2g} s; choose more days, or a larger --global-batch-size"
     )
+
+
+def _least_seconds(job: Job, cluster: Cluster) -> float:
+    """Seconds that a step takes on one device at the peak of its matrix products, with causal attention."""
+    flops = exact_flops_per_sample(
+        job.model,
+        seq_length=job.seq_length,
+        padded_vocab_size=job.vocab_size,
+        num_logits=job.seq_length,
+        causal=True,
+        recompute=NO_RECOMPUTE,
+        chunks=[range(job.model.num_layers)],
+    )
+    peak = cluster.device.fp8 if job.fp8_format else None
+    return job.global_batch_size * flops / (peak or cluster.device.peak)
 
 
 def cluster_sizes(job: Job) -> list[int]:

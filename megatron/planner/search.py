@@ -98,6 +98,21 @@ def search(
     return result
 
 
+def plan_within(job: Job, cluster: Cluster, seconds: float) -> Plan | None:
+    """Return the plan that `search` finds if its step takes at most so many seconds."""
+
+    def find(*, host: bool) -> SearchResult:
+        return _fastest(job, cluster, among, 1, lambda count: None, host=host, limit=just_above)
+
+    among, just_above = list(shapes(job, cluster)), math.nextafter(seconds, math.inf)
+    result = find(host=False)
+    if result.plans or not result.too_large or not find(host=True).plans:
+        return result.plans[0] if result.plans else None
+    # A search offloads only if no layout fits without it, however slow.
+    plan = search(job, cluster, num_plans=1, progress=lambda count: None).plans[0]
+    return plan if plan.step.seconds <= seconds else None
+
+
 def _fastest(
     job: Job,
     cluster: Cluster,
@@ -106,8 +121,11 @@ def _fastest(
     progress: Callable[[int], object],
     *,
     host: bool,
+    limit: float = math.inf,
 ) -> SearchResult:
     """Find the fastest of some shapes, with `host` also with offload to host memory.
+
+    Their steps take less than `limit` seconds.
 
     Layouts are simulated in the order of a lower bound of their time, until that of the next exceeds the time of the
     plans found: the result is that of simulating all.
@@ -126,7 +144,6 @@ def _fastest(
         push(bounds.of_shape(shape), "shape", shape, shape)
         progress(considered)
     best: dict[Layout, Plan] = {}
-    limit = math.inf
     while queue and queue[0][0] < limit:
         _, _, kind, layout, shape = heapq.heappop(queue)
         if kind == "shape":
@@ -148,10 +165,10 @@ def _fastest(
             continue
         timed += 1
         plan = Plan(layout, bounds.simulator(layout).step(), memory_of(job, layout, cluster))
-        if shape not in best or plan.step.seconds < best[shape].step.seconds:
+        if plan.step.seconds < min(limit, best[shape].step.seconds if shape in best else math.inf):
             best[shape] = plan
             times = sorted(plan.step.seconds for plan in best.values())
-            limit = times[num_plans - 1] if len(times) >= num_plans else math.inf
+            limit = times[num_plans - 1] if len(times) >= num_plans else limit
     plans = sorted(best.values(), key=lambda plan: plan.step.seconds)
     return SearchResult(plans[:num_plans], considered, timed, too_large)
 

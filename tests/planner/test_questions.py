@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 
 import pytest
 from published import cluster, job
 
+from megatron.commands.plan_inputs import PlanConfig, make_job
 from megatron.errors import InputError
 from megatron.planner.layout import Layout
 from megatron.planner.memory import fits, max_memory
@@ -84,6 +87,44 @@ def test_fewer_gpus_than_the_fewest_miss_the_deadline() -> None:
         if size < machine.devices and (size % 8 == 0 or size < 8):
             slower = search(GPT, cluster(size), num_plans=1, progress=lambda count: None).plans[0]
             assert slower.step.seconds * steps > seconds
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "fp8_format", "largest"),
+    [
+        ("llama3-8b", "h100", "hybrid", 32),
+        pytest.param("llama3-8b", "h100", "hybrid", 140, marks=pytest.mark.slow),
+        pytest.param("llama3-8b", "h100", None, 140, marks=pytest.mark.slow),
+        pytest.param("llama2-7b", "a100", None, 140, marks=pytest.mark.slow),
+    ],
+)
+def test_the_fewest_gpus_are_those_of_searches_of_all_sizes(
+    model: str, gpu: str, fp8_format: str | None, largest: int
+) -> None:
+    """The deadlines are the times of the sizes themselves; one step is trained."""
+    task = make_job(PlanConfig(model=model, fp8_format=fp8_format), {})
+    steps = {}
+    for size in (size for size in cluster_sizes(task) if size <= largest):
+        with contextlib.suppress(InputError):  # not whole nodes, or too small for the model
+            plan = search(task, cluster(size, gpu), num_plans=1, progress=lambda count: None).plans[0]
+            steps[size] = plan.step.seconds
+    for seconds in steps.values():
+        fewest = min(size for size, step in steps.items() if step <= seconds)
+        tokens = task.global_batch_size * task.seq_length
+        machine, plan = fewest_gpus(task, tokens, seconds, functools.partial(cluster, gpu=gpu))
+        assert (machine.devices, plan.step.seconds) == (fewest, steps[fewest])
+
+
+@pytest.mark.slow
+def test_the_fewest_gpus_for_long_samples() -> None:
+    """Causal attention is most of the work: half of the square that model FLOPs count."""
+    task = make_job(PlanConfig(model="llama3-8b", seq_length=131072, global_batch_size=32), {})
+    machine, _ = fewest_gpus(task, 1e12, 30 * 86400, functools.partial(cluster, gpu="h100"))
+    limit = 30 * 86400 / (1e12 / (32 * 131072))
+    for size in (size for size in cluster_sizes(task) if size < machine.devices):
+        with contextlib.suppress(InputError):
+            plan = search(task, cluster(size, "h100"), num_plans=1, progress=lambda count: None).plans[0]
+            assert plan.step.seconds > limit
 
 
 def test_a_deadline_that_no_cluster_meets_is_an_error() -> None:
