@@ -155,10 +155,8 @@ def compare(config: BenchmarkConfig, layouts: Sequence[str], precision: str) -> 
             for name, (seconds, beside) in measure(flags, group, precision, config.rounds).items():
                 job, layout = given(flags, name)
                 cluster = fit_cluster(mean_of(beside), processes, PRECISIONS[precision])
-                measured, predicted = (
-                    statistics.mean(seconds),
-                    Simulator(job, layout, cluster, OURS).step().seconds,
-                )
+                measured = statistics.mean(seconds)
+                predicted = Simulator(job, layout, cluster, OURS).step().seconds
                 yield {
                     "precision": precision,
                     "layout": name,

@@ -84,7 +84,8 @@ BESIDE = make_job(1, 256, 4, 64)
 CHECKED = make_job(4, 768, 12, 128)
 OPTIMIZED = JOBS["matmul"][1]  # the model whose optimizer is timed
 FIT_STEPS = 250  # enough for the constants to converge
-# Of speeds: products and the square one, accumulating gradients and the optimizer, experts' and other products.
+# Largest ratio of the speeds of products and the square one, of accumulating gradients and the optimizer, and of
+# experts' and other products.
 MAX_RATIO = 20.0
 
 

@@ -103,7 +103,7 @@ def other_choices(best: Plan, job: Job, cluster: Cluster) -> Iterator[tuple[str,
         other = dataclasses.replace(layout, **{"overlap_grad_reduce": overlap} | change)
         if (other.pipeline, other.chunks) != (layout.pipeline, layout.chunks):
             other = dataclasses.replace(other, division=None)
-        # Of other microbatch sizes only those of the search.
+        # Other microbatch sizes are those of the search.
         if other.micro_batch_size not in (b, *MICRO_BATCH_SIZES) or not _divides(other, job, cluster):
             continue
         other = _adjusted(other, job)

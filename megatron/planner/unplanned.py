@@ -50,13 +50,13 @@ def check_flags(run: RunConfig, replicas: int) -> None:
         (fp8.fp8_format is not None and fp8.fp8_recipe != "tensorwise", f"--fp8-recipe: {fp8.fp8_recipe}"),
         (_bf16_layers(run) > MAX_BF16_LAYERS * run.model.num_layers, "--first-last-layers-bf16"),
     )
-    for is_so, name in faults:
-        if is_so:
+    for given, name in faults:
+        if given:
             raise InputError(f"{name} is not planned; a dry run counts it")
 
 
 def notes(run: RunConfig) -> list[str]:
-    """Describe flags of a run that a plan leaves out; what they change depends on the data, or is small or unknown."""
+    """Describe flags that a plan leaves out, since their effect is small, unknown or depends on the data."""
     performance = run.plugin(PerformanceConfig)
     left_out = (
         (
@@ -74,7 +74,7 @@ def notes(run: RunConfig) -> list[str]:
             "--reset-attention-mask: a sample counts as one document, so the run may be faster",
         ),
     )
-    return [words for is_so, words in left_out if is_so]
+    return [words for given, words in left_out if given]
 
 
 def run_on(run: RunConfig, layout: Layout, cluster: Cluster) -> Cluster:
