@@ -139,3 +139,13 @@ def test_exports_are_read_back(gpt2: Path, tmp_path: Path, kind: str) -> None:
     assert check_ids(tmp_path / "written", TEXTS[:-1]) == "GPT2BPETokenizer"
     config = json.loads((tmp_path / "written" / "config.json").read_text())
     assert kind != "gpt2" or config["n_ctx"] == config["n_positions"]  # llama.cpp reads the former
+
+
+def test_a_chat_template_is_exported(gpt2: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    template = "{% for message in messages %}<|im_start|>{{ message['content'] }}{% endfor %}"
+    write_fast(gpt2, ("<|im_start|>",))
+    (gpt2 / "chat_template.jinja").write_text(template)
+    write_huggingface(open_huggingface(gpt2), tmp_path / "written", lambda n: None)
+    assert check_ids(tmp_path / "written") == "HuggingFaceTokenizer"
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "written").chat_template == template

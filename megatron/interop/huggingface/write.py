@@ -210,7 +210,7 @@ def tokenizer_contents(tokenizer: Tokenizer, longest: int) -> dict[str, bytes]:
             "do_lower_case": tokenizer.name.endswith("LowerCase"),
         }
     elif tokenizer.name == "HuggingFaceTokenizer":
-        names = ["tokenizer.json", "tokenizer_config.json"][: len(contents)]
+        names = ["tokenizer.json", *(file.name for file in tokenizer.files[1:])]
         settings |= {"tokenizer_class": "PreTrainedTokenizerFast"}
     elif tokenizer.name == "SentencePieceTokenizer" and (converted := to_tokenizer_json(tokenizer.files[0])):
         proto = read_proto(tokenizer.files[0])
