@@ -39,7 +39,7 @@ from megatron.inference.conversion import (
     their_logits,
 )
 from megatron.interop.convert import check_is_empty, parts_to_write, write_native
-from megatron.interop.huggingface.expressible import expressible
+from megatron.interop.huggingface.expressible import with_scaled_experts, without_capacity
 from megatron.interop.huggingface.read import open_huggingface
 from megatron.interop.huggingface.write import write_huggingface
 from megatron.interop.nvidia.read import open_megatron
@@ -88,8 +88,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not keeps_outputs(model_config(source)):
             reference, folders = source, {args.target: args.save}
     if args.target == "huggingface" and source.state["task"] == "GPT":
-        changed = expressible(source)
-        source, reference = changed, changed if reference is source else reference
+        plain = without_capacity(source)
+        # The comparison checks the scaled weights, too.
+        source, reference = with_scaled_experts(plain), plain if reference is source else reference
     print(f"{source.folder}: {source.state['task']}, iteration {source.iteration}")
     for note in source.notes:
         print(f"note: {note}")

@@ -38,6 +38,11 @@ def upcycled(checkpoint: Checkpoint, fields: dict[str, Any]) -> Checkpoint:
     dense = model_config(checkpoint)
     if dense.num_experts is not None:
         raise InputError(f"--moe-use-upcycling: {checkpoint.folder} already has {dense.num_experts} experts")
+    if dense.mtp_num_layers:
+        raise InputError(
+            f"--moe-use-upcycling: {checkpoint.folder} has layers of multi-token prediction (--mtp-num-layers "
+            f"{dense.mtp_num_layers}), which are not supported"
+        )
     if dense.add_bias_linear or dense.add_mlp_bias:
         raise InputError(
             f"--moe-use-upcycling: the MLPs in {checkpoint.folder} have biases, which experts lack"

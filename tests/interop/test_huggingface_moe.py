@@ -22,7 +22,8 @@ from megatron.inference.conversion import fixed_tokens, largest_difference, our_
 from megatron.inference.load import load_weights
 from megatron.interop.convert import parts_to_write, write_native
 from megatron.interop.external import meta_model
-from megatron.interop.huggingface.expressible import expressible
+from megatron.interop.huggingface import expressible
+from megatron.interop.huggingface.expressible import with_scaled_experts, without_capacity
 from megatron.interop.huggingface.read import open_huggingface
 from megatron.interop.huggingface.write import write_huggingface
 from megatron.model.config import ModelConfig
@@ -287,7 +288,7 @@ def test_lost_experts_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         # A factor of the experts' weights in the files, which makes them zero but for rounding.
         settings = checkpoint.state["config"]["model"] | {"moe_router_topk_scaling_factor": 2.0**-100}
         state = checkpoint.state | {"config": {**checkpoint.state["config"], "model": settings}}
-        write_huggingface(expressible(dataclasses.replace(checkpoint, state=state)), *arguments)
+        write_huggingface(with_scaled_experts(dataclasses.replace(checkpoint, state=state)), *arguments)
 
     monkeypatch.setattr(convert_checkpoint, "write_huggingface", without_outputs)
     words = f"--from native --to huggingface --load {native} --save {written}"
@@ -297,17 +298,30 @@ def test_lost_experts_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
-def test_capacity_and_scaling_factor_are_not_part_of_an_export(tmp_path: Path) -> None:
-    read = open_huggingface(save_hf(tmp_path / "theirs", "mixtral"))
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_capacity_and_scaling_factor_are_not_part_of_an_export(tmp_path: Path, kind: str) -> None:
+    read = open_huggingface(save_hf(tmp_path / "theirs", kind))
     read.state["config"]["model"]["moe_router_topk_scaling_factor"] = 3.0
     expected = our_logits(read)
     read.state["config"]["model"] |= {"moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": "position"}
-    changed = expressible(read)
+    changed = with_scaled_experts(without_capacity(read))
     write_huggingface(changed, tmp_path / "written", lambda size: None)
     written = open_huggingface(tmp_path / "written")
     assert largest_difference(expected, our_logits(written)) < 1e-6
     assert largest_difference(expected, their_logits(tmp_path / "written", written)) < 1e-5
     assert [note.split()[0] for note in changed.notes] == ["the", "--moe-router-topk-scaling-factor"]
+
+
+@pytest.mark.slow
+def test_a_part_of_the_scaling_factor_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the factor was left out of the experts' biases."""
+    read = open_huggingface(save_hf(tmp_path / "theirs", "gpt_oss"))
+    read.state["config"]["model"]["moe_router_topk_scaling_factor"] = 3.0
+    write_native(read, tmp_path / "native", lambda size: None)
+    monkeypatch.setattr(expressible, "OUTPUTS", (".experts.weight2",))
+    words = f"--from native --to huggingface --load {tmp_path / 'native'} --save {tmp_path / 'written'}"
+    with pytest.raises(TrainingFault, match=r"logits of the written checkpoint .* differ"):
+        convert_checkpoint.main(words.split())
 
 
 def test_a_deepseek_as_published(tmp_path: Path) -> None:

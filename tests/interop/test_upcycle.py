@@ -107,3 +107,17 @@ def test_impossible(tmp_path: Path, kind: str, flags: str, message: str) -> None
     with pytest.raises(InputError, match=message):
         upcycle("huggingface", "native", folder, tmp_path / "mixture", flags)
     assert not (tmp_path / "mixture").exists()
+
+
+def test_multi_token_prediction_is_refused(tmp_path: Path, pretrain: Callable) -> None:
+    """The mixture would lack its layers."""
+    dense, flags = (
+        tmp_path / "dense",
+        "--mtp-num-layers 1 --position-embedding-type rope --train-iters 1 --eval-iters 0",
+    )
+    pretrain(*DENSE.split(), *flags.split(), "--save", dense)
+    with pytest.raises(
+        InputError, match=r"multi-token prediction \(--mtp-num-layers 1\), which are not supp"
+    ):
+        upcycle("native", "native", dense, tmp_path / "mixture")
+    assert not (tmp_path / "mixture").exists()

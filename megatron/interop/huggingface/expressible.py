@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -13,34 +14,39 @@ from megatron.checkpoint.pieces import Index, TensorSource
 from megatron.model.config import ModelConfig
 from megatron.parallel.slices import GlobalSlice
 
-OUTPUTS = ".experts.weight2"
+OUTPUTS = (".experts.weight2", ".experts.bias2")
 CAPACITY = ("moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity")
 
 
-def expressible(checkpoint: Checkpoint) -> Checkpoint:
-    """The same model without a capacity of the experts, and with their scaling factor as part of their weights.
-
-    Hugging Face's models drop no tokens, as generation here. Those without latent attention have no scaling factor.
-    """
-    model = model_config(checkpoint)
-    changed: list[str] = []
-    notes, weights = checkpoint.notes, checkpoint.tensors["model"]
-    if model.moe_expert_capacity_factor is not None:
-        changed += CAPACITY
-        notes = (*notes, "the experts' capacity is left out: the model drops no tokens, as in generation")
-    factor = model.moe_router_topk_scaling_factor
-    if factor is not None and not model.multi_latent_attention and _is_exact(weights, factor):
-        changed.append("moe_router_topk_scaling_factor")
-        notes = (*notes, f"--moe-router-topk-scaling-factor {factor:g} becomes part of the experts' weights")
-        weights = _Scaled(weights, factor)
-    if not changed:
+def without_capacity(checkpoint: Checkpoint) -> Checkpoint:
+    """The same model without a capacity of the experts: Hugging Face's models drop no tokens, as generation here."""
+    if model_config(checkpoint).moe_expert_capacity_factor is None:
         return checkpoint
-    defaults = {f.name: f.default for f in dataclasses.fields(ModelConfig)}
-    settings = checkpoint.state["config"]["model"] | {name: defaults[name] for name in changed}
-    config = checkpoint.state["config"] | {"model": settings}
-    tensors = {**checkpoint.tensors, "model": weights}
+    note = "the experts' capacity is left out: the model drops no tokens, as in generation"
+    return _with_defaults(checkpoint, CAPACITY, note)
+
+
+def with_scaled_experts(checkpoint: Checkpoint) -> Checkpoint:
+    """The same model with the scaling factor of its router as part of the experts' weights.
+
+    Hugging Face's models without latent attention have no such factor.
+    """
+    model, weights = model_config(checkpoint), checkpoint.tensors["model"]
+    factor = model.moe_router_topk_scaling_factor
+    if factor is None or model.multi_latent_attention or not _is_exact(weights, factor):
+        return checkpoint
+    note = f"--moe-router-topk-scaling-factor {factor:g} becomes part of the experts' weights"
+    changed = _with_defaults(checkpoint, ("moe_router_topk_scaling_factor",), note)
+    return dataclasses.replace(changed, tensors={**checkpoint.tensors, "model": _Scaled(weights, factor)})
+
+
+def _with_defaults(checkpoint: Checkpoint, names: Sequence[str], note: str) -> Checkpoint:
+    """The same checkpoint with the defaults of some fields of the model's config, and a further note."""
+    defaults = {f.name: f.default for f in dataclasses.fields(ModelConfig) if f.name in names}
+    config = checkpoint.state["config"]
+    config = config | {"model": config["model"] | defaults}
     return dataclasses.replace(
-        checkpoint, state=checkpoint.state | {"config": config}, tensors=tensors, notes=notes
+        checkpoint, state=checkpoint.state | {"config": config}, notes=(*checkpoint.notes, note)
     )
 
 
