@@ -129,6 +129,16 @@ KINDS = {
         "Qwen2MoeForCausalLM",
         {**QWEN2_MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1]},
     ),
+    "qwen2_moe of windows": (
+        "Qwen2MoeForCausalLM",
+        {
+            **QWEN2_MOE,
+            "num_hidden_layers": 4,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 2,
+        },
+    ),
     "qwen3_moe": ("Qwen3MoeForCausalLM", {**QWEN_MOE, "head_dim": 24, "norm_topk_prob": True}),
     "qwen3_moe of windows": (
         "Qwen3MoeForCausalLM",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from megatron.checkpoint.checkpoint import Checkpoint, model_config
 from megatron.errors import TrainingFault
 from megatron.interop.external import meta_model
 from megatron.interop.huggingface.settings import read_settings
+from megatron.model.config import ModelConfig
 from megatron.model.transformer import TransformerLayer
 from megatron.parallel.parameters import ShardedParameter, named_parameters
 from megatron.tokenizer import Tokenizer
@@ -89,7 +91,7 @@ def their_logits(folder: Path, checkpoint: Checkpoint) -> list[Tensor]:
 
     Raises:
         ImportError: transformers is not installed, or has no such model.
-        TrainingFault: transformers fails on the files.
+        TrainingFault: transformers fails on the files, or other layers have a window there.
     """
     import transformers
 
@@ -115,9 +117,22 @@ def their_logits(folder: Path, checkpoint: Checkpoint) -> list[Tensor]:
         raise TrainingFault(
             f"transformers cannot load {folder}: {summary(error)}; nothing was kept"
         ) from None
+    check_windows(folder, model_config(checkpoint), model.config)
     if task == "BERT":
         return [out.prediction_logits[..., :vocab_size], out.seq_relationship_logits]
     return [out.logits[..., :vocab_size]]
+
+
+def check_windows(folder: Path, ours: ModelConfig, theirs: Any) -> None:
+    """Raise `TrainingFault` unless the same layers have a window in transformers. Logits only show short windows."""
+    window, longest = getattr(theirs, "sliding_window", None) or 0, ours.max_position_embeddings
+    kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * ours.num_layers
+    expected = [w if w is not None and w + 1 < longest else None for w in ours.windows]
+    found = [window - 1 if 0 < window < longest and kind == "sliding_attention" else None for kind in kinds]
+    if found != expected:
+        raise TrainingFault(
+            f"transformers reads the windows {found} of layers from {folder}, not {expected}; nothing was kept"
+        )
 
 
 def run_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:

@@ -17,7 +17,7 @@ from megatron.arguments import parse_run_config
 from megatron.checkpoint.checkpoint import Checkpoint, model_config
 from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.tokenizer import saved_tokenizer
-from megatron.errors import InputError
+from megatron.errors import InputError, TrainingFault
 from megatron.inference.batching import Batcher, Request
 from megatron.inference.config import InferenceConfig
 from megatron.inference.conversion import fixed_tokens, largest_difference, our_logits, their_logits
@@ -499,6 +499,28 @@ def test_training_from_a_huggingface_model(tmp_path: Path, pretrain: Callable[..
     assert "  loss " in pretrain(*STEP, *IDS, "--load", folder, "--finetune", *shape)
     with pytest.raises(InputError, match=r"holds another model: --num-layers \(checkpoint: 2, given: 3\)"):
         pretrain(*STEP, *IDS, "--load", folder, "--finetune", *shape, "--num-layers", 3)
+
+
+def test_windows_longer_than_the_compared_tokens_are_checked(tmp_path: Path) -> None:
+    """Windows of 100 tokens in other layers change no logits of 64 tokens."""
+    fields = {"max_position_embeddings": 256, "sliding_window": 100}
+    folder = save_hf(tmp_path, "qwen2_moe of windows", **fields)
+    read = open_huggingface(folder)
+    assert model_config(read).windows == [99, None, None, None]
+    their_logits(folder, read)
+    edit_config(folder, layer_types=["full_attention", "sliding_attention"] * 2)
+    with pytest.raises(TrainingFault, match=r"windows \[None, 99, None, 99\] of layers .*, not \[99, None"):
+        their_logits(folder, read)
+
+
+def test_a_single_file_comes_before_an_index(tmp_path: Path) -> None:
+    """As in transformers: the index is left of an older save."""
+    folder = save_hf(tmp_path, "llama")
+    expected = open_huggingface(folder).tensors["model"].index
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"lost": "model-1.safetensors"}}')
+    read = open_huggingface(folder)
+    assert read.tensors["model"].index == expected
+    assert largest_difference(their_logits(folder, read), our_logits(read)) < 1e-5
 
 
 def test_periodic_windows_are_a_number(tmp_path: Path) -> None:

@@ -15,6 +15,13 @@ from megatron.model.config import ModelConfig
 
 _ATTENTION = "model.layers.{}.self_attn."
 _SHARED = "model.layers.{}.mlp.shared_experts."
+_V3_DEFAULTS = {
+    "first_k_dense_replace": 3,
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+}
 
 
 def _read(left: dict[str, Any], fields: dict[str, Any], *, best_of_group: int) -> None:
@@ -26,6 +33,9 @@ def _read(left: dict[str, Any], fields: dict[str, Any], *, best_of_group: int) -
     for key in ("num_experts", "moe_ffn_hidden_size", "moe_router_topk"):
         if type(fields[key]) is not int:
             raise InputError(f"{key}: {fields[key]!r} is not an integer")
+    fields["q_lora_rank"] = left.pop(
+        "q_lora_rank", 1536
+    )  # null, for queries without latents, is not its default
     shared, dense = left.pop("n_shared_experts", None), left.pop("first_k_dense_replace", 0)
     for key, value, low in (("n_shared_experts", shared, 1), ("first_k_dense_replace", dense, 0)):
         if type(value) is not int or value < low:
@@ -58,6 +68,7 @@ def _write(model: ModelConfig, *, method: str) -> dict[str, Any]:
     in_sequences = "seq_aux_loss" in model.moe_router_load_balancing_type
     return {
         "num_key_value_heads": model.num_attention_heads,
+        "q_lora_rank": model.q_lora_rank,
         "n_shared_experts": shared // width,
         "first_k_dense_replace": layers.index(True) if any(layers) else len(layers),
         "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
@@ -82,7 +93,8 @@ def _write_v2(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read_v3(left: dict[str, Any], fields: dict[str, Any]) -> None:
-    if left.setdefault("topk_method", "noaux_tc") != "noaux_tc":
+    left |= {**_V3_DEFAULTS, **left}
+    if left["topk_method"] != "noaux_tc":
         raise InputError(f"topk_method: {left['topk_method']!r} is not supported; only 'noaux_tc' is")
     _read(left, fields, best_of_group=2)
 
@@ -114,7 +126,6 @@ DEEPSEEK_V3 = dataclasses.replace(
         "moe_intermediate_size": "moe_ffn_hidden_size",
         "n_routed_experts": "num_experts",
         "num_experts_per_tok": "moe_router_topk",
-        "q_lora_rank": "q_lora_rank",
         "kv_lora_rank": "kv_lora_rank",
         "qk_nope_head_dim": "qk_head_dim",
         "qk_rope_head_dim": "qk_pos_emb_head_dim",
@@ -122,7 +133,7 @@ DEEPSEEK_V3 = dataclasses.replace(
         "attention_dropout": "attention_dropout",
         "initializer_range": "init_method_std",
     },
-    defaults={"q_lora_rank": None, "attention_dropout": 0.0, "initializer_range": 0.02},
+    defaults={"attention_dropout": 0.0, "initializer_range": 0.02},
     shape={
         **MISTRAL.shape,
         "multi_latent_attention": True,

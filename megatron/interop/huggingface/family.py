@@ -107,6 +107,7 @@ class Family:
             default; None for families whose layers are all alike.
         rope_types: the supported values of rope_type.
         rope_theta: the default of rope_theta.
+        rope_parameters: the default of rope_parameters.
         local_rope_theta: that of the layers with a window, if they have one of their own.
         unused: keys that do not change what a model of this family computes.
         read_keys: moves further keys, such as those of experts, to fields of ModelConfig.
@@ -130,6 +131,7 @@ class Family:
     window_layers: Callable[[dict[str, Any], int], list[bool]] | None = None
     rope_types: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
     rope_theta: float = 10000.0
+    rope_parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     local_rope_theta: float | None = None
     unused: frozenset[str] = frozenset()
     read_keys: Callable[[dict[str, Any], dict[str, Any]], None] | None = None

@@ -42,7 +42,7 @@ MISTRAL = Family(
         "initializer_range": "init_method_std",
     },
     defaults={
-        "num_key_value_heads": None,
+        "num_key_value_heads": 8,
         "head_dim": None,
         "rms_norm_eps": 1e-6,
         "attention_dropout": 0.0,
@@ -66,7 +66,7 @@ LLAMA = dataclasses.replace(
     model_type="llama",
     architectures=("LlamaForCausalLM",),
     settings={**MISTRAL.settings, "attention_bias": "add_attention_bias", "mlp_bias": "add_mlp_bias"},
-    defaults={**MISTRAL.defaults, "attention_bias": False, "mlp_bias": False},
+    defaults={**MISTRAL.defaults, "num_key_value_heads": None, "attention_bias": False, "mlp_bias": False},
     windows={},
 )
 
@@ -81,6 +81,7 @@ QWEN2 = dataclasses.replace(
     MISTRAL,
     model_type="qwen2",
     architectures=("Qwen2ForCausalLM",),
+    defaults={**MISTRAL.defaults, "num_key_value_heads": 32},
     shape={**MISTRAL.shape, "add_qkv_bias": True},
     windows=_QWEN_WINDOWS,
     window_layers=_qwen_layers,
@@ -97,7 +98,7 @@ QWEN3 = dataclasses.replace(
     architectures=("Qwen3ForCausalLM",),
     modules={**MISTRAL.modules, **_QK_NORMS},
     settings={**MISTRAL.settings, "attention_bias": "add_attention_bias"},
-    defaults={**MISTRAL.defaults, "head_dim": 128, "attention_bias": False},
+    defaults={**MISTRAL.defaults, "num_key_value_heads": 32, "head_dim": 128, "attention_bias": False},
     shape={**MISTRAL.shape, "qk_layernorm": True},
     windows=_QWEN_WINDOWS,
     window_layers=_qwen_layers,
@@ -117,7 +118,12 @@ PHI3 = dataclasses.replace(
         "resid_pdrop": "hidden_dropout",
         "partial_rotary_factor": "rotary_percent",
     },
-    defaults={**MISTRAL.defaults, "rms_norm_eps": 1e-5, "resid_pdrop": 0.0, "partial_rotary_factor": 1.0},
+    defaults={
+        **LLAMA.defaults,
+        "rms_norm_eps": 1e-5,
+        "resid_pdrop": 0.0,
+        "partial_rotary_factor": 1.0,
+    },
     windows={"sliding_window": None},
     rope_types=("default",),
 )
@@ -137,7 +143,7 @@ OLMO2 = dataclasses.replace(
         **{key: field for key, field in MISTRAL.settings.items() if key != "head_dim"},
         "attention_bias": "add_attention_bias",
     },
-    defaults={**MISTRAL.defaults, "rms_norm_eps": 1e-5, "attention_bias": False},
+    defaults={**LLAMA.defaults, "rms_norm_eps": 1e-5},
     shape={**MISTRAL.shape, "norm_after": True, "qk_layernorm": True, "qk_layernorm_all_heads": True},
     windows={},
 )

@@ -56,6 +56,7 @@ def _read_normalized(left: dict[str, Any], fields: dict[str, Any]) -> None:
 
 
 def _read_olmoe(left: dict[str, Any], fields: dict[str, Any]) -> None:
+    left.setdefault("router_aux_loss_coef", 0.01)
     _read_mixtral(left, fields)
     _read_normalized(left, fields)
 
@@ -105,7 +106,7 @@ MIXTRAL = dataclasses.replace(
         "num_local_experts": "num_experts",
         "num_experts_per_tok": "moe_router_topk",
     },
-    defaults={**MISTRAL.defaults, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+    defaults={**MISTRAL.defaults, "rms_norm_eps": 1e-5},
     fixed={**MISTRAL.fixed, "router_jitter_noise": (0.0, None)},
     windows={"sliding_window": None},
     unused=frozenset({"output_router_logits"}),
@@ -143,6 +144,11 @@ _QWEN_SETTINGS = {
     "num_experts_per_tok": "moe_router_topk",
 }
 
+
+def _qwen2_moe_layers(found: dict[str, Any], layers: int) -> list[bool]:
+    return [layer % 2 == 0 and layer < found["max_window_layers"] for layer in range(layers)]
+
+
 QWEN2_MOE = dataclasses.replace(
     QWEN2,
     model_type="qwen2_moe",
@@ -167,6 +173,7 @@ QWEN2_MOE = dataclasses.replace(
         **{key: value for key, value in QWEN2.shape.items() if key != "add_qkv_bias"},
         "moe_shared_expert_gate": True,
     },
+    window_layers=_qwen2_moe_layers,
     unused=frozenset({"output_router_logits"}),
     read_keys=_read_qwen,
     write_keys=_write_qwen,
@@ -239,6 +246,12 @@ GPT_OSS = dataclasses.replace(
     window_layers=lambda found, layers: [layer % 2 == 0 for layer in range(layers)],
     unused=frozenset({"output_router_logits", "experts_per_token", "initial_context_length"}),
     rope_theta=150000.0,
+    rope_parameters={
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
+    },
 )
 
 MOE_FAMILIES: tuple[Family, ...] = (MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE, GPT_OSS)

@@ -78,7 +78,8 @@ def _find_files(folder: Path) -> Files:
     """Find the tensors in all files, by name."""
     names = ["model.safetensors"]
     listed: set[str] = set()
-    if (folder / INDEX).is_file():
+    # As in transformers, a single file comes before an index.
+    if (folder / INDEX).is_file() and not (folder / names[0]).is_file():
         weights = read_json(str(folder / INDEX))
         weights = weights.get("weight_map") if isinstance(weights, dict) else None
         if not isinstance(weights, dict) or not all(
@@ -87,7 +88,7 @@ def _find_files(folder: Path) -> Files:
         ):
             raise InputError(f"{folder / INDEX}: has no 'weight_map' of tensors to safetensors files")
         names, listed = sorted(set(weights.values())), set(weights)
-    elif not (folder / "model.safetensors").is_file() and any(folder.glob("pytorch_model*.bin")):
+    elif not (folder / names[0]).is_file() and any(folder.glob("pytorch_model*.bin")):
         raise InputError(
             f"--load: {folder} holds its weights as a pickle, which can run code and is not read; convert it with "
             f'transformers: AutoModelForCausalLM.from_pretrained("{folder}").save_pretrained("NEW_FOLDER")'

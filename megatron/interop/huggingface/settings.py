@@ -165,7 +165,8 @@ def _from_config(config: dict[str, Any]) -> Settings:
 
 def _rope_dict(left: dict[str, Any], family: Family, fields: dict[str, Any]) -> dict[str, Any]:
     """Remove the dict of RoPE's settings, and take over the base of the layers with a window if they have their own."""
-    scaling, parameters = left.pop("rope_scaling", None) or {}, left.pop("rope_parameters", None) or {}
+    scaling, parameters = left.pop("rope_scaling", None) or {}, left.pop("rope_parameters", None)
+    parameters = dict(family.rope_parameters if parameters is None else parameters)
     if family.local_rope_theta is not None:
         local = parameters.get("sliding_attention") or {}
         _check("rope_type of sliding_attention", local.get("rope_type", "default"), ("default",))
@@ -173,7 +174,8 @@ def _rope_dict(left: dict[str, Any], family: Family, fields: dict[str, Any]) -> 
         fields["rotary_base_local"] = local.get("rope_theta", base)
         nested = "full_attention" in parameters or "sliding_attention" in parameters
         parameters = (parameters.get("full_attention") or {}) if nested else parameters
-    return {**scaling, **parameters}
+        return {**parameters, **scaling}
+    return dict(scaling or parameters)  # as transformers does
 
 
 def _read_rope(
