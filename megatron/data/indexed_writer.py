@@ -29,7 +29,8 @@ class IndexedDatasetWriter:
     """Context manager that writes PREFIX.idx and PREFIX.bin.
 
     The files are written under names that end in .part, synced to disk, and renamed when the block ends. If the block
-    raises, existing files at PREFIX stay unchanged, and the new ones are removed unless `save` was called.
+    raises, existing files at PREFIX stay unchanged, and the new ones are removed unless `save` was called. Several
+    writers replace their files together if all have finished (`finish`) before the first of their blocks ends.
 
     Args:
         publish: called while there is no PREFIX.idx, to write or remove what stands beside it.
@@ -53,6 +54,7 @@ class IndexedDatasetWriter:
         self._publish = publish
         self._lengths = lengths or (0,) * len(PARTS)
         self._keep = lengths is not None
+        self._finished = False
         self._part = {name: f"{self.prefix}.{name}.part" for name in (*PARTS, "idx")}
         self._files: dict[str, BinaryIO] = {}
         self._open = contextlib.ExitStack()
@@ -77,14 +79,21 @@ class IndexedDatasetWriter:
         with self._writing(), self._open:
             try:
                 if kind is None:
-                    _sync(*self._files.values())
-                    self._write_index()
+                    self.finish()
                     self._rename()
                     self._keep = False
             finally:
-                for path in () if self._keep else self._part.values():
+                for path in [self._part["idx"]] if self._keep else self._part.values():
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(path)
+
+    def finish(self) -> None:
+        """Sync all documents to disk and write the index, so that the end of the block only renames the files."""
+        if not self._finished:
+            with self._writing():
+                _sync(*self._files.values())
+                self._write_index()
+            self._finished = True
 
     def save(self) -> list[int]:
         """Sync the added documents to disk, and keep them if the block raises.

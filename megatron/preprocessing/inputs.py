@@ -93,7 +93,10 @@ def reason(error: BaseException) -> str:
 
 
 def _local_size(path: str) -> int | None:
-    found = os.stat(path)
+    try:
+        found = os.stat(path)
+    except OSError as error:  # a link to nothing
+        raise InputError(f"--input: {path} cannot be read: {error.strerror}") from None
     return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 

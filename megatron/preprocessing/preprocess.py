@@ -139,11 +139,11 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> R
 
     def publish(output: Output) -> None:
         """Write what stands beside an output's .idx file."""
-        progress_file.remove()
         write_tokenizer(output.prefix, record, {file.name: file for file in tokenizer.files})
         Path(output.prefix + SUFFIX).unlink(missing_ok=True)
         if shard:
             _shard_record(shard, inputs, config, record, report, output).write(output.prefix)
+        progress_file.remove()  # its .part files are renamed next
 
     dtype = best_dtype(tokenizer.vocab_size)
     with contextlib.ExitStack() as stack:
@@ -158,6 +158,8 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> R
             # A shard of little text may be empty.
             if output.tokens == 0 and not shard:
                 raise InputError(f"--input: {' '.join(config.input)} has no text for {output.prefix}")
+        for writer in writers:  # a full disk shows here, before the first file is replaced
+            writer.finish()
     return report
 
 

@@ -239,3 +239,11 @@ def test_a_hugging_face_dataset_of_files_is_streamed(tmp_path: Path, offline: No
         texts(f"{name}:fr:valid")
     with pytest.raises(InputError, match=r"has no column 'body'; its columns: text \(--json-keys\)"):
         texts(name, keys=("body",))
+
+
+@pytest.mark.parametrize("pattern", ["", "*.jsonl"])
+def test_a_link_to_nothing_is_refused(tmp_path: Path, pattern: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "1"}\n')
+    (tmp_path / "b.jsonl").symlink_to(tmp_path / "gone")
+    with pytest.raises(InputError, match=r"--input: .*/b\.jsonl cannot be read: No such file or directory"):
+        find_inputs([str(tmp_path / pattern)])

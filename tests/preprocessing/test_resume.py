@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import itertools
 import json
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 from megatron.data.indexed import IndexedDataset
+from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import InputError
 from megatron.preprocessing import blocks
 from megatron.preprocessing import preprocess as module
@@ -114,6 +116,54 @@ def test_outputs_of_several_keys(work: Work, tmp_path: Path, batches: int) -> No
     run(tmp_path / "a.jsonl", tmp_path / "whole/o", **flags)
     interrupt(work, batches, tmp_path / "a.jsonl", tmp_path / "o/o", **flags)
     run(tmp_path / "a.jsonl", tmp_path / "o/o", **flags)
+    assert contents(tmp_path / "o") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("full", ["text", "other"])
+def test_a_full_disk_at_the_end_replaces_no_file(
+    work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str
+) -> None:
+    """The index of one key does not fit: the files of no key are replaced, and the same command continues."""
+    flags = {"json_keys": ("text", "other")}
+    for name, count in (("old", 9), ("new", 60)):
+        (tmp_path / name).write_text(lines(0, count))
+    run(tmp_path / "old", tmp_path / "o/o", **flags)
+    run(tmp_path / "new", tmp_path / "whole/o", **flags)
+    before, whole = contents(tmp_path / "o"), contents(tmp_path / "whole")
+    original = IndexedDatasetWriter._write_index
+
+    def write_index(writer: IndexedDatasetWriter) -> None:
+        if writer.prefix.endswith(f"_{full}_document"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(writer)
+
+    with monkeypatch.context() as patch, pytest.raises(InputError, match=r"cannot be written: No space left"):
+        patch.setattr(IndexedDatasetWriter, "_write_index", write_index)
+        run(tmp_path / "new", tmp_path / "o/o", **flags)
+    left = contents(tmp_path / "o")
+    assert {name: left[name] for name in before} == before
+    parts = {name.split(".", 1)[1] for name in left.keys() - before.keys()}
+    assert parts == {"bin.part", "documents.part", "progress.part", "sizes.part"}
+    assert [p.name for p in (tmp_path / "o").glob("*.progress.part")] == ["o_text_document.progress.part"]
+    run(tmp_path / "new", tmp_path / "o/o", **flags)
+    assert contents(tmp_path / "o") == whole
+
+
+def test_a_full_disk_under_the_tokenizer_keeps_the_progress(
+    work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "a.jsonl").write_text(lines(0, 60))
+    run(tmp_path / "a.jsonl", tmp_path / "whole/o")
+
+    def write(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch, pytest.raises(InputError, match=r"cannot be written: No space left"):
+        patch.setattr(module, "write_tokenizer", write)
+        run(tmp_path / "a.jsonl", tmp_path / "o/o")
+    capsys.readouterr()
+    run(tmp_path / "a.jsonl", tmp_path / "o/o")
+    assert "continuing an interrupted run after 60 documents" in capsys.readouterr().err
     assert contents(tmp_path / "o") == contents(tmp_path / "whole")
 
 
