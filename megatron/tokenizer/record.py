@@ -25,8 +25,8 @@ RECORD = "record.json"
 PATHS = ("vocab_file", "merge_file", "tokenizer_model")
 # Settings that decide the ids beside type and files.
 SETTINGS = ("tiktoken_pattern", "tiktoken_num_special_tokens")
-# This file decides only the id of the end of a document, which is compared by itself.
-ROLES = "tokenizer_config.json"
+# These files decide no ids but that of the end of a document, which is compared by itself.
+ROLES = ("tokenizer_config.json", "chat_template.jinja")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class TokenizerRecord:
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for tokenizers that give the same ids."""
-        contents = sorted(digest for name, digest in self.files.items() if name != ROLES)
+        contents = sorted(digest for name, digest in self.files.items() if name not in ROLES)
         # BERT's may leave out [BOS] and [EOS], the last ids, which text never gives.
         vocab_size = None if self.type.startswith("Bert") else self.vocab_size
         settings = [self.flags.get(name) for name in SETTINGS] if self.type == "TikTokenizer" else []
@@ -62,7 +62,7 @@ class TokenizerRecord:
         return hashlib.sha256(json.dumps(self.key).encode()).hexdigest()
 
     def __str__(self) -> str:
-        names = "".join(f", {name} {digest[:8]}" for name, digest in self.files.items() if name != ROLES)
+        names = "".join(f", {name} {digest[:8]}" for name, digest in self.files.items() if name not in ROLES)
         return f"{self.type} ({self.vocab_size:,} ids{names})"
 
     def config(self, prefix: str) -> TokenizerConfig:

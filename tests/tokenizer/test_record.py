@@ -86,6 +86,9 @@ def test_equal_tokenizers(tmp_path: Path) -> None:
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": "x"}))
     assert before.key == record(fast).key
+    (folder / "chat_template.jinja").write_text("x")
+    assert before.key == record(fast).key and "chat_template.jinja" in record(fast).files
+    assert str(before) == str(record(fast))
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "a"}))
     assert before.key != record(fast).key
 
