@@ -140,6 +140,21 @@ def test_experts(tmp_path: Path, form: str, fields: dict[str, Any]) -> None:
     )
 
 
+@pytest.mark.parametrize(("factor", "noted"), [(1.25, True), (None, False), (-1.0, False)])
+def test_a_capacity_is_noted(tmp_path: Path, factor: float | None, noted: bool) -> None:
+    checkpoint = checkpoint_of(tmp_path, **PLAIN)
+    config = model_config(checkpoint)
+    folder = save(tmp_path / "x", as_saved(weights(checkpoint), config, "single"))
+    flags = flags_of(config) | {"moe_expert_capacity_factor": factor, "moe_token_drop_policy": "position"}
+    torch.save({"args": argparse.Namespace(**flags)}, folder / "common.pt")
+    found = open_megatron(folder, TokenizerConfig())
+    assert model_config(found).moe_expert_capacity_factor is None
+    notes = [
+        note for note in found.notes if "--moe-expert-capacity-factor 1.25, which is not converted" in note
+    ]
+    assert len(notes) == noted
+
+
 def test_half_precision_and_optimizer(tmp_path: Path) -> None:
     """The experts' biases stay in fp32 and have no optimizer state there; here a run continues with all of it."""
     checkpoint = checkpoint_of(tmp_path, **MOE)

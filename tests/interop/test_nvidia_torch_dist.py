@@ -85,6 +85,7 @@ VARIANTS = {
     "layernorm_zero_centered_gamma": (True, False),
     "glu_linear_offset": (1.0, 0.0),
     "moe_latent_size": (64, None),
+    "moe_router_topk_limited_devices": (2, None),
     "use_mup": (True, False),
 }
 

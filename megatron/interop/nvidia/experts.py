@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,8 @@ EXPERTS = re.compile(r"(.+\.mlp\.experts\.)experts\.(?:([0-9]{1,5})\.)?(linear_f
 HALF = re.compile(r"(.+\.linear_fc1\.weight)(_[wv])")
 # Stays in fp32 in a half-precision model, and has no optimizer state.
 EXPERT_BIAS = ".mlp.router.expert_bias"
-# Flags of the model, and of its training, with the same values here. The tensors tell --moe-layer-freq.
+# Flags of the model, and of its training, with the same values here. The tensors tell --moe-layer-freq. A capacity is
+# not among them: Megatron-LM's is that of the tokens on a rank, not of a sequence.
 FLAGS = frozenset(
     "num_experts moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_topk "
     "moe_router_score_function moe_router_pre_softmax moe_router_num_groups moe_router_group_topk "
@@ -168,3 +169,15 @@ def expert_flags(path: Path, args: Record) -> dict[str, Any]:
         fields["moe_router_load_balancing_type"] = types
         fields["moe_aux_loss_coeff"] = tuple(float(value) for value in coefficients)
     return fields
+
+
+def capacity_note(path: Path, args: Record) -> Iterator[str]:
+    """A note if the experts had a capacity, which only training uses."""
+    factor = args.get("moe_expert_capacity_factor")
+    if (
+        args.get("num_experts") and isinstance(factor, int | float) and factor > 0
+    ):  # Megatron-LM: below 0, there is none
+        yield (
+            f"{path}: was trained with --moe-expert-capacity-factor {shown_value(factor)}, which is not converted; "
+            "give the flag to train on with a capacity"
+        )

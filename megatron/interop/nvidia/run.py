@@ -26,7 +26,7 @@ from megatron.tokenizer.config import TokenizerConfig
 VARIANTS: dict[str, tuple[Any, ...]] = dict.fromkeys(
     """
     squared_relu quick_geglu glu_linear_offset activation_func_clamp_value
-    moe_apply_probs_on_input moe_latent_size moe_router_force_load_balancing
+    moe_apply_probs_on_input moe_latent_size moe_router_force_load_balancing moe_router_topk_limited_devices
     qk_l2_norm attention_output_gate head_wise_attn_gate
     multi_latent_attention experimental_attention_variant linear_attention_freq
     rotary_base_per_layer

@@ -33,7 +33,13 @@ from megatron.interop.nvidia.chunks import (
     kind_of,
     read_metadata,
 )
-from megatron.interop.nvidia.experts import EXPERT_BIAS, ExpertTensor, expert_sizes, expert_tensors
+from megatron.interop.nvidia.experts import (
+    EXPERT_BIAS,
+    ExpertTensor,
+    capacity_note,
+    expert_sizes,
+    expert_tensors,
+)
 from megatron.interop.nvidia.hybrid import FINAL_NORM, NOT_READ, gpt_flags, gpt_name, is_hybrid
 from megatron.interop.nvidia.model_space import check_model_space, open_states, steps_of
 from megatron.interop.nvidia.run import (
@@ -110,7 +116,7 @@ def open_torch_dist(
     notes = (
         [] if args.state else [f"{folder} lacks the flags of its run; the defaults apply to those not given"]
     )
-    notes += heads_note(path, args, config)
+    notes += [*heads_note(path, args, config), *capacity_note(path, args)]
     if load_optim and states and has_progress:
         contents["optimizer"] = open_states(folder, states, sources)
         state["optimizer_steps"] = steps_of(path, content, states)
