@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from megatron.checkpoint.storage import folder_of, iterations, newest_iteration
+from megatron.checkpoint.storage import TRACKER, folder_of, iterations, newest_iteration
 from megatron.cli import Parser, run_command
 from megatron.errors import InputError
 from megatron.parallel.slices import whole
@@ -43,8 +43,9 @@ def open_one(folder: Path) -> Checkpoint:
 
 
 def list_all(root: Path) -> int:
-    damaged, newest = 0, newest_iteration(root)
-    for iteration in iterations(root):
+    damaged, newest = 0, newest_iteration(root, exists=False)
+    present = iterations(root)
+    for iteration in present:
         try:
             found = open_one(folder_of(root, iteration))
             assert found.manifest is not None
@@ -55,6 +56,9 @@ def list_all(root: Path) -> int:
             damaged += 1
             facts = f"DAMAGED: {error}"
         print(f"{iteration:>10,}  {facts}{'  (newest)' if iteration == newest else ''}")
+    if newest is not None and newest not in present:
+        damaged += 1
+        print(f"{newest:>10,}  DAMAGED: missing; there is no folder of the iteration that {TRACKER} names")
     return 1 if damaged else 0
 
 

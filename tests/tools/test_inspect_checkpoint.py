@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,12 @@ def test_damage_is_reported(run: Path, capsys) -> None:
         main([str(run / "iter_0000002")])
     with pytest.raises(InputError, match=r"index\.json: is missing"):
         main([str(run.parent)])
+
+
+def test_a_newest_checkpoint_that_is_gone_is_reported(run: Path, capsys) -> None:
+    shutil.rmtree(run / "iter_0000003")
+    assert main([str(run)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["1", "2", "3"]
+    assert "DAMAGED: missing; there is no folder of the iteration" in lines[2]
+    assert "DAMAGED" not in lines[0] + lines[1]
