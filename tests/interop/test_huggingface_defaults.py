@@ -70,3 +70,11 @@ def test_rope_scaling_comes_before_rope_parameters(tmp_path: Path, kind: str) ->
     found = read(tmp_path, scaled)
     assert (found.use_rope_scaling, found.rope_scaling_type, found.rope_scaling_factor) == (True, "yarn", 4.0)
     assert found == read(tmp_path, config_of(kind, scaled))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_null_for_the_key_value_heads(tmp_path: Path, kind: str) -> None:
+    """As many as query heads, not the default number."""
+    config = config_of(kind, {"num_attention_heads": 8, "hidden_size": 1024})
+    assert config_of(kind, config | {"num_key_value_heads": None})["num_key_value_heads"] == 8
+    assert not read(tmp_path, config | {"num_key_value_heads": None}).group_query_attention

@@ -33,9 +33,8 @@ def _read(left: dict[str, Any], fields: dict[str, Any], *, best_of_group: int) -
     for key in ("num_experts", "moe_ffn_hidden_size", "moe_router_topk"):
         if type(fields[key]) is not int:
             raise InputError(f"{key}: {fields[key]!r} is not an integer")
-    fields["q_lora_rank"] = left.pop(
-        "q_lora_rank", 1536
-    )  # null, for queries without latents, is not its default
+    # Null, for queries without latents, is not its default.
+    fields["q_lora_rank"] = left.pop("q_lora_rank", 1536)
     shared, dense = left.pop("n_shared_experts", None), left.pop("first_k_dense_replace", 0)
     for key, value, low in (("n_shared_experts", shared, 1), ("first_k_dense_replace", dense, 0)):
         if type(value) is not int or value < low:

@@ -130,7 +130,9 @@ def _from_config(config: dict[str, Any]) -> Settings:
             raise InputError(f"lacks {key!r}")
         default = family.defaults.get(key)
         fields[field] = left.pop(key, default)
-        if fields[field] is None and (key not in family.defaults or default is not None):
+        required = key not in family.defaults or default is not None
+        # Transformers takes null for as many key and value heads as query heads, whatever their default.
+        if fields[field] is None and required and key != "num_key_value_heads":
             raise InputError(f"{key}: null is not a number")
     if family.read_keys is not None:
         family.read_keys(left, fields)

@@ -174,9 +174,8 @@ def expert_flags(path: Path, args: Record) -> dict[str, Any]:
 def capacity_note(path: Path, args: Record) -> Iterator[str]:
     """A note if the experts had a capacity, which only training uses."""
     factor = args.get("moe_expert_capacity_factor")
-    if (
-        args.get("num_experts") and isinstance(factor, int | float) and factor > 0
-    ):  # Megatron-LM: below 0, there is none
+    # Below 0, Megatron-LM has none.
+    if args.get("num_experts") and isinstance(factor, int | float) and factor > 0:
         yield (
             f"{path}: was trained with --moe-expert-capacity-factor {shown_value(factor)}, which is not converted; "
             "give the flag to train on with a capacity"
