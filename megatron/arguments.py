@@ -20,8 +20,9 @@ from megatron.training.config import PLUGIN_CONFIGS, RunConfig
 PARSER_EXTENSIONS: list[Callable[[Parser], None]] = []
 # Functions that parse other words than those of the command line, which overrides them. Filled by `megatron.plugins`.
 BEFORE_COMMAND_LINE: list[Callable[[Sequence[str], Parser, argparse.Namespace], None]] = []
-# Functions from the values that are given, by field, to those to use. Filled by `megatron.plugins`.
+# Functions from the values given, and from all values, by field, to those to use. Filled by `megatron.plugins`.
 AFTER_COMMAND_LINE: list[Callable[[dict[str, Any]], dict[str, Any]]] = []
+AFTER_DEFAULTS: list[Callable[[dict[str, Any]], dict[str, Any]]] = []
 
 
 def parse_run_config(argv: Sequence[str], *, description: str, defaults: dict[str, Any]) -> RunConfig:
@@ -69,8 +70,7 @@ def run_values(
 ) -> dict[str, Any]:
     """Collect the values of a training run's flags, by field.
 
-    The command line overrides what `BEFORE_COMMAND_LINE` gives, and both override `defaults`. Rank 0 prints notes about
-    flags without effect.
+    The command line overrides what `BEFORE_COMMAND_LINE` gives, and both override `defaults`. Rank 0 prints notices.
 
     Args:
         after: functions that change the values given.
@@ -85,10 +85,9 @@ def run_values(
     for change in after:
         given = change(given)
     values = defaults | given
-    values["notices"] += _without_effect(values)
-    for notice in dict.fromkeys(values.pop("notices")):
-        if os.environ.get("RANK", "0") == "0":
-            print(f"note: {notice}", file=sys.stderr)
+    notices = values.pop("notices") + _without_effect(values)
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.writelines(f"note: {notice}\n" for notice in dict.fromkeys(notices))
     return values
 
 
@@ -110,6 +109,8 @@ def run_config(values: dict[str, Any]) -> RunConfig:
     """
     data = make_config(DataConfig, values)
     data.require("seq_length")
+    for change in AFTER_DEFAULTS:
+        values = change(values)
     values = {"max_position_embeddings": data.seq_length} | values
     sections: dict[str, Any] = {
         name: make_config(kind, values) for name, kind in RunConfig.section_types().items()
@@ -138,8 +139,7 @@ def _check_across(config: RunConfig) -> None:
         raise InputError("--train-iters or --train-samples is required: how long to train")
     unit, other = ("iters", "samples") if training.train_iters is not None else ("samples", "iters")
     for name in ("lr-decay", "lr-warmup", "lr-wsd-decay"):
-        value = getattr(optimizer, f"{name}-{other}".replace("-", "_"))
-        if value:
+        if value := getattr(optimizer, f"{name}-{other}".replace("-", "_")):
             raise InputError(
                 f"--{name}-{other}: {value} does not go with --train-{unit}; use --{name}-{unit}"
             )

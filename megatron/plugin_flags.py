@@ -6,7 +6,7 @@ Importing this module fills the registries of the command line. It imports no to
 
 from __future__ import annotations
 
-from megatron.arguments import AFTER_COMMAND_LINE, BEFORE_COMMAND_LINE, PARSER_EXTENSIONS
+from megatron.arguments import AFTER_COMMAND_LINE, AFTER_DEFAULTS, BEFORE_COMMAND_LINE, PARSER_EXTENSIONS
 from megatron.cli import OTHER_NAMES
 from megatron.data.samplers import SAMPLE_ORDERS
 from megatron.data.split import DATA_ORDERS
@@ -29,7 +29,7 @@ from megatron.recipes.config import (
     SaveBestConfig,
     SpikeConfig,
 )
-from megatron.recipes.length import LengthConfig, expand_length
+from megatron.recipes.length import LengthConfig, length_in_samples, replace_default_length
 from megatron.reports.config import ProfileConfig, ReportConfig, TimingConfig
 from megatron.settings.checkpoint_args import add_checkpoint_args
 from megatron.settings.config import SettingsConfig
@@ -86,5 +86,6 @@ AFTER_COMMAND_LINE[:] = [
     expand_tokenizer,
     add_checkpoint_args,
     add_data_tokenizer,
-    expand_length,
+    replace_default_length,
 ]
+AFTER_DEFAULTS[:] = [length_in_samples]

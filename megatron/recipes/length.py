@@ -48,16 +48,12 @@ class LengthConfig(PluginConfig):
                 )
 
 
-def expand_length(given: dict[str, Any]) -> dict[str, Any]:
-    """Add the --train-samples that --train-tokens stands for to the values given, or a placeholder for --train-epochs.
-
-    A length that is given replaces a default one in another unit.
+def replace_default_length(given: dict[str, Any]) -> dict[str, Any]:
+    """Add to the values given that a length in another unit is no longer the default.
 
     Raises:
-        InputError: several lengths are given, or one that is less than a sample.
+        InputError: several lengths are given.
     """
-    # Checks the values.
-    LengthConfig(train_tokens=given.get("train_tokens"), train_epochs=given.get("train_epochs"))
     lengths = [name for name in LENGTHS if given.get(name) is not None]
     if not lengths:
         return given
@@ -66,27 +62,36 @@ def expand_length(given: dict[str, Any]) -> dict[str, Any]:
         raise InputError(
             f"{_flag(second)}: {given[second]} does not go with {_flag(first)} {given[first]}; give only one length"
         )
-    (length,) = lengths
-    if length == "train_iters":
-        return given | {"train_samples": None}
-    if length == "train_samples":
-        return given | {"train_iters": None}
+    return given | {name: given.get(name) for name in LENGTHS}
+
+
+def length_in_samples(values: dict[str, Any]) -> dict[str, Any]:
+    """Add the --train-samples that --train-tokens stands for to all values, or a placeholder for --train-epochs.
+
+    Raises:
+        InputError: the length is less than a batch, or does not go with a learning-rate schedule in iterations.
+    """
+    length = next((name for name in ("train_tokens", "train_epochs") if values.get(name) is not None), None)
+    if length is None:
+        return values
+    # Checks the values.
+    LengthConfig(train_tokens=values.get("train_tokens"), train_epochs=values.get("train_epochs"))
     for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
-        if given.get(f"{name}_iters"):
+        if values.get(f"{name}_iters"):
             raise InputError(
-                f"{_flag(name)}-iters: {given[f'{name}_iters']} does not go with {_flag(length)}; use "
+                f"{_flag(name)}-iters: {values[f'{name}_iters']} does not go with {_flag(length)}; use "
                 f"{_flag(name)}-samples"
             )
     samples = UNTIL_KNOWN
-    if length == "train_tokens" and given.get("seq_length"):
-        samples = given["train_tokens"] // given["seq_length"]
-        smallest = given.get("global_batch_size") or given.get("micro_batch_size") or 1
+    if length == "train_tokens":
+        samples = values["train_tokens"] // values["seq_length"]
+        smallest = values.get("global_batch_size") or values.get("micro_batch_size") or 1
         if samples < smallest:
             raise InputError(
-                f"--train-tokens: {given['train_tokens']} is less than a batch of {smallest} samples of --seq-length "
-                f"{given['seq_length']} tokens; give at least {smallest * given['seq_length']}"
+                f"--train-tokens: {values['train_tokens']} is less than a batch of {smallest} samples of --seq-length "
+                f"{values['seq_length']} tokens; give at least {smallest * values['seq_length']}"
             )
-    return given | {"train_iters": None, "train_samples": samples}
+    return values | {"train_iters": None, "train_samples": samples}
 
 
 def with_epochs(config: RunConfig, task: Task) -> RunConfig:

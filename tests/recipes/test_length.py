@@ -29,6 +29,36 @@ def test_tokens_are_whole_samples() -> None:
     assert make_batch_schedule(config, 2).iterations(125) == 15
 
 
+def test_sizes_that_are_defaults_of_the_program() -> None:
+    """The sequence length and the batch of `megatron.api.main(defaults=...)` count as those of flags."""
+    defaults = {
+        "seq_length": 8,
+        "micro_batch_size": 2,
+        "global_batch_size": 4,
+        "train_iters": 100,
+        "lr": 1e-2,
+    }
+    i = TINY.index("--seq-length")
+    tiny = ["--mock-data", *TINY[:i]]
+
+    def training(*flags: str, **more: int):
+        return parse_run_config([*tiny, *flags], description="", defaults=defaults | more).training
+
+    config = training("--train-tokens", "1007")
+    assert (config.train_samples, config.train_iters) == (125, None)
+    with pytest.raises(
+        InputError, match=r"^--train-tokens: 31 is less than a batch of 4 samples of --seq-length 8"
+    ):
+        training("--train-tokens", "31")
+    del defaults["train_iters"]
+    assert training(train_tokens=80).train_samples == 10
+    config = training("--train-iters", "7", train_tokens=80)
+    assert (config.train_samples, config.train_iters) == (None, 7)
+    del defaults["seq_length"]
+    with pytest.raises(InputError, match=r"^--seq-length is required"):
+        training("--train-tokens", "1007")
+
+
 def test_tokens_with_a_growing_batch() -> None:
     """Batches of 2, 4, 6 and 8 up to sample 60, then of 8."""
     ramp = ["--rampup-batch-size", "2", "2", "60", "--global-batch-size", "8"]
