@@ -22,7 +22,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron import plugin_flags  # noqa: F401 (registers the flags of plug-ins)
 from megatron.arguments import parse_run_config
@@ -30,7 +30,11 @@ from megatron.cli import Parser, add_flags, make_config, run_command
 from megatron.data.config import DataConfig
 from megatron.errors import InputError, TrainingFault
 from megatron.flags import Config, flag
+from megatron.performance.config import OffloadConfig, PerformanceConfig
 from megatron.training.config import RunConfig
+
+if TYPE_CHECKING:
+    from megatron.training.task import Task
 
 NO_COMMAND = "the command to verify is required after --: megatron verify -- pretrain_gpt.py FLAGS"
 DEFAULT_LAYOUTS = ("t2", "p2", "d2", "t2d2")
@@ -122,7 +126,8 @@ def verify(config: VerifyConfig, command: list[str]) -> int:
         parallel.tensor_model_parallel_size * parallel.context_parallel_size, parallel.expert_size
     )
     check_layout(run, config.processes or processes or ranks)
-    shrunk = shrink(run, config.processes or processes or 2 * ranks, config.max_processes, STEPS)
+    wanted = config.processes or processes or 2 * ranks
+    shrunk = shrink(run, wanted, config.max_processes, STEPS, task=task_of(script, run).name)
     usual = DEFAULT_LAYOUTS if run.model.num_experts is None else EXPERT_LAYOUTS
     layouts = [shrunk.layout, *other_layouts(config, shrunk.layout, usual)]
     check_output(config)
@@ -156,6 +161,7 @@ def verify(config: VerifyConfig, command: list[str]) -> int:
         "the sizes of the real run, and rounding at these sizes",
         "warm-up and decay of the learning rate",
         f"devices other than this CPU; the run has --device {run.training.device}",
+        *left_out(run),
     ]
     if config.quick:
         missing.append("other layouts and resumes, which --quick leaves out")
@@ -166,6 +172,17 @@ def not_read(data: DataConfig) -> str:
     """The data of a run, for the list of what is not covered."""
     packing = "" if data.packing == "concatenated" else f" and --packing {data.packing}"
     return f"the data files{packing}: all runs read the same synthetic data"
+
+
+def left_out(run: RunConfig) -> list[str]:
+    """Flags of a run that change the computation of its layout and that its shrunk runs do not have."""
+    performance, offload = run.plugin(PerformanceConfig), run.plugin(OffloadConfig)
+    flags = {
+        "--tp-comm-overlap": performance.tp_comm_overlap,
+        "--enable-optimizer-post-validation": performance.enable_optimizer_post_validation,
+        "--cpu-offload-activations": offload.cpu_offload_activations,
+    }
+    return [f"{name}, which the runs leave out" for name, given in flags.items() if given]
 
 
 def parse_command(command: Sequence[str]) -> tuple[str, int | None, list[str]]:
@@ -227,6 +244,14 @@ def parse(script: str, flags: Sequence[str]) -> RunConfig:
     return parse_run_config(flags, description="", defaults=module.DEFAULTS)
 
 
+def task_of(script: str, run: RunConfig) -> Task[Any]:
+    """The task of a script with the flags of a run."""
+    from megatron.pretrain_bert import bert
+    from megatron.pretrain_gpt import GPT
+
+    return GPT if script == "pretrain_gpt" else bert(binary_head=run.data.bert_binary_head)
+
+
 def start_run(script: str, timeout: float, run: RunConfig, processes: int, spread: Any, log: Path) -> Any:
     """Run a configuration on its ranks; see `megatron.verify.runner.Start`."""
     from megatron.verify.launch import launch
@@ -238,13 +263,10 @@ def start_run(script: str, timeout: float, run: RunConfig, processes: int, sprea
 def train_rank(script: str, flags: list[str], spread: tuple[int, int] | None) -> None:
     """Train as one rank of a run; `spread` are the arguments of `DividedSums`."""
     from megatron import plugins
-    from megatron.pretrain_bert import bert
-    from megatron.pretrain_gpt import GPT
     from megatron.verify.spread import DividedSums
 
     run = parse(script, flags)
-    task = GPT if script == "pretrain_gpt" else bert(binary_head=run.data.bert_binary_head)
-    status = plugins.run(run, task, [DividedSums(*spread)] if spread else [])
+    status = plugins.run(run, task_of(script, run), [DividedSums(*spread)] if spread else [])
     if status:
         raise TrainingFault(f"the run ended with status {status}")
 
@@ -270,6 +292,9 @@ def convert(run: Path, folder: Path) -> Any:
                 check.not_covered = str(error)
             else:
                 check.error = str(error)
+            return check
+        except TrainingFault as error:
+            check.error = str(error)
             return check
     first, second = (open_one(path).tensors["model"] for path in (run, back))
     row = check.kinds["weight"] = empty_row()

@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from fnmatch import fnmatchcase
 from typing import Any
 
 from megatron.errors import InputError
 from megatron.flags import Config, flag_name
 from megatron.model.config import ModelConfig, check_expert_parallel
 from megatron.model.moe_config import COMPUTATION, MoEConfig
+from megatron.ops.config import OpsConfig
 from megatron.optim.config import OptimizerConfig
 from megatron.parallel.config import ParallelConfig
 from megatron.parallel.mesh import axis_sizes
+from megatron.recipes.config import FreezeConfig
 from megatron.training.config import PLUGIN_CONFIGS, RunConfig
 from megatron.verify.layouts import (
     Layout,
@@ -62,11 +65,11 @@ class Shrunk:
     changes: tuple[str, ...]
 
 
-def shrink(config: RunConfig, processes: int, most: int, steps: int) -> Shrunk:
-    """Shrink a run that was configured for a number of `processes` to one of at most `most`.
+def shrink(config: RunConfig, processes: int, most: int, steps: int, *, task: str = "GPT") -> Shrunk:
+    """Shrink a run of `task` that was configured for a number of `processes` to one of at most `most`.
 
     Raises:
-        InputError: the flags do not fit the number of processes.
+        InputError: the flags do not fit the number of processes, or leave no parameter of the small model to train.
     """
     old = config.parallel
     tp, pp, cp = old.tensor_model_parallel_size, old.pipeline_model_parallel_size, old.context_parallel_size
@@ -103,6 +106,7 @@ def shrink(config: RunConfig, processes: int, most: int, steps: int) -> Shrunk:
             num_workers=0,
         ),
         tokenizer=_small_tokenizer(config, layout.tp),
+        ops=_cpu_ops(config.ops),
         training=dataclasses.replace(
             training,
             micro_batch_size=min(training.micro_batch_size, MICRO_BATCH),
@@ -117,7 +121,7 @@ def shrink(config: RunConfig, processes: int, most: int, steps: int) -> Shrunk:
         parallel=parallel,
         checkpoint=type(config.checkpoint)(),
         logging=type(config.logging)(log_interval=1),
-        plugins=_plugins(config),
+        plugins=_plugins(config, task, model),
     )
     return Shrunk(small, parallel, layout, tuple(_changes(config, small, processes, layout)))
 
@@ -141,9 +145,12 @@ def _shrunk_layers(config: RunConfig, layout: Layout) -> tuple[ParallelConfig, i
         changes |= one_stage()
         layers = min(config.model.num_layers, 4)
     elif parallel.pipeline_model_parallel_layout is not None:
-        # A part has at most two layers; of several per stage, each keeps the first and the last part of the model.
+        # A part has at most two layers, and a stage two parts. The last part of the model stays.
         parts = [re.sub("t{3,}", "tt", part) for part in parallel.layout_parts]
-        parts = parts if len(parts) == stages else [*parts[: 2 * stages - 1], parts[-1]]
+        chunks = 1 if len(parts) == parallel.pipeline_model_parallel_size else 2
+        parts = [*parts[: chunks * stages - 1], parts[-1]]
+        if not any("t" in part for part in parts):
+            parts[0] += "t"
         changes["pipeline_model_parallel_layout"] = "|".join(parts)
         layers = "".join(parts).count("t")
     elif parallel.num_layers_per_virtual_pipeline_stage is not None:
@@ -244,11 +251,33 @@ def _small_optimizer(optimizer: OptimizerConfig) -> OptimizerConfig:
     )
 
 
-def _plugins(config: RunConfig) -> dict[str, Any]:
+def _cpu_ops(ops: OpsConfig) -> OpsConfig:
+    """The same operations on a CPU, which apex does not have."""
+    return dataclasses.replace(ops, ops_backend="auto") if ops.ops_backend == "apex" else ops
+
+
+def _frozen(freezing: FreezeConfig, task: str, model: ModelConfig) -> FreezeConfig:
+    """The patterns that match a parameter of the small model, which has other layers than the large one."""
+    if freezing.freeze is None:
+        return freezing
+    from megatron.interop.external import meta_model
+
+    names = [name for name, _ in meta_model(task, model, MIN_VOCAB).named_parameters()]
+    kept = tuple(pattern for pattern in freezing.freeze if any(fnmatchcase(name, pattern) for name in names))
+    if all(any(fnmatchcase(name, pattern) for pattern in kept) for name in names):
+        raise InputError(
+            f"--freeze: {' '.join(freezing.freeze)} leaves no parameter to train in the small model of "
+            f"{model.num_layers} layers; verify the run without it"
+        )
+    return FreezeConfig(freeze=kept or None)
+
+
+def _plugins(config: RunConfig, task: str, model: ModelConfig) -> dict[str, Any]:
     plugins: dict[str, Any] = {
         title: config.plugins[title] if title in KEPT_PLUGINS else kind()
         for title, kind in PLUGIN_CONFIGS.items()
     }
+    plugins["freezing"] = _frozen(plugins["freezing"], task, model)
     scale = plugins["loss scale"]
     if config.training.fp16 and scale.loss_scale is None:
         plugins["loss scale"] = dataclasses.replace(

@@ -8,6 +8,7 @@ from megatron.arguments import parse_run_config
 from megatron.errors import InputError
 from megatron.plugins import training_hooks  # noqa: F401 (importing it fills the registries)
 from megatron.pretrain_gpt import DEFAULTS
+from megatron.recipes.config import FreezeConfig
 from megatron.verify.layouts import Layout, fitted_layout
 from megatron.verify.shrink import Shrunk, command_words, in_layout, one_process, shrink
 
@@ -93,6 +94,55 @@ def test_windows_stay_windows() -> None:
     model = shrunk(f"{flags} --num-layers 24 --pipeline-model-parallel-size 2", 2).config.model
     assert model.windows == [8, 8, 8, None]
     assert model.no_rope_freq == "[0,0,0,1]"
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "layers", "layout", "schedule"),
+    [
+        ("Et*5|(t*6|)*6t*7,L", 48, "Ett|tt|tt|ttL", "1f1b"),
+        ("Et|(t*6|)*14ttL", 87, "Et|tt|tt|tt|tt|tt|tt|ttL", "interleaved"),
+        ("E|(t*8|)*6L", 48, "E|tt|tt|L", "1f1b"),
+    ],
+)
+def test_parts_of_a_shrunk_pipeline(pipeline: str, layers: int, layout: str, schedule: str) -> None:
+    """Four of eight stages are left, with as many parts per stage."""
+    flags = f"--tensor-model-parallel-size 4 --pipeline-model-parallel-size 8 --num-layers {layers}"
+    small = shrunk(f"{flags} --pipeline-model-parallel-layout {pipeline}", 32)
+    assert small.layout == Layout(2, 4) and small.parallel.pipeline_schedule == schedule
+    assert small.parallel.pipeline_model_parallel_layout == layout
+    assert small.config.model.num_layers == layout.count("t")
+
+
+def test_ends_without_layers_get_one() -> None:
+    pipeline = "--num-layers 2 --pipeline-model-parallel-size 4 --pipeline-model-parallel-layout E|t|t|L"
+    small = shrunk(pipeline, 4, 2)
+    assert small.parallel.pipeline_model_parallel_layout == "Et|L" and small.config.model.num_layers == 1
+
+
+def test_frozen_parameters_that_are_left() -> None:
+    """16 layers become 4: the embedding and layer 2 stay frozen."""
+    freeze = "--num-layers 16 --freeze embedding.* decoder.layers.12.* decoder.layers.2.*"
+    small = shrunk(freeze, 1)
+    assert small.config.plugin(FreezeConfig).freeze == ("embedding.*", "decoder.layers.2.*")
+    assert (
+        "--freeze: embedding.* decoder.layers.12.* decoder.layers.2.* to embedding.* decoder.layers.2.*"
+        in small.changes
+    )
+    assert shrunk("--num-layers 16 --freeze *.12.*", 1).config.plugin(FreezeConfig).freeze is None
+    rest = "--num-layers 16 --freeze embedding.* decoder.layers.[0-9].* decoder.final_layernorm.*"
+    with pytest.raises(InputError, match=r"leaves no parameter to train in the small model of 4 layers"):
+        shrunk(rest, 1)
+
+
+def test_frozen_parameters_of_bert() -> None:
+    run = parse("--freeze binary_head.* --position-embedding-type learned_absolute")
+    small = shrink(run, 1, 1, 3, task="BERT")
+    assert small.config.plugin(FreezeConfig).freeze == ("binary_head.*",)
+
+
+def test_apex_is_replaced_on_a_cpu() -> None:
+    small = shrunk("--ops-backend apex", 1)
+    assert small.config.ops.ops_backend == "auto" and "--ops-backend: apex to auto" in small.changes
 
 
 def test_the_padding_of_the_vocabulary_is_kept() -> None:

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.commands import verify as command
-from megatron.commands.verify import main, not_read, parse, parse_command, train_rank
+from megatron.commands.verify import convert, left_out, main, not_read, parse, parse_command, train_rank
 from megatron.data.config import DataConfig
-from megatron.errors import InputError
+from megatron.errors import InputError, TrainingFault
 from megatron.optim.grad_reducer import GradReducer
 from megatron.parallel.collectives import local_shard
 from megatron.training.engine import Engine, GlobalBatch
@@ -174,6 +174,31 @@ def test_a_rank_that_fails_is_named(tmp_path: Path) -> None:
         command.train_rank, 2, ("pretrain_gpt", ["--no-such-flag"], None), tmp_path / "log", timeout=60
     )
     assert failure is not None and "--no-such-flag is not a flag of this command" in failure.message
+
+
+def test_a_wrong_conversion_is_part_of_the_certificate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def main(words: list[str]) -> None:
+        raise TrainingFault("logits differ")
+
+    monkeypatch.setattr("megatron.commands.convert_checkpoint.main", main)
+    check = convert(tmp_path, tmp_path / "converted")
+    assert check.error == "logits differ" and not check.passed
+
+
+def test_flags_that_the_runs_leave_out_are_not_covered() -> None:
+    small = f"{FLAGS} {TP} --tp-comm-overlap --cpu-offload-activations".split()
+    assert left_out(parse("pretrain_gpt", small)) == [
+        "--tp-comm-overlap, which the runs leave out",
+        "--cpu-offload-activations, which the runs leave out",
+    ]
+    split = "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h2 --untie-embeddings-and-output-weights"
+    validated = f"{FLAGS} {split} --enable-optimizer-post-validation".split()
+    assert left_out(parse("pretrain_gpt", validated)) == [
+        "--enable-optimizer-post-validation, which the runs leave out"
+    ]
+    assert left_out(parse("pretrain_gpt", FLAGS.split())) == []
 
 
 def test_commands_are_split() -> None:
