@@ -44,7 +44,9 @@ class Reports(Hook):
         with ExitStack() as contexts:
             with raise_on_all_ranks(trainer.mesh.world, InputError):
                 self.writers = contexts.enter_context(Writers(trainer.config, trainer.mesh, trainer.log))
-                self.writers.start(state.iteration, evaluation_due=state.evaluation_due)
+                self.writers.start(
+                    state.iteration, state.consumed_samples, evaluation_due=state.evaluation_due
+                )
             self.writers.text(CONFIGURATION, config_text(trainer.config), state.iteration)
             yield
             if self.by_rank:
@@ -69,10 +71,10 @@ class Writers:
         self.log = log
         self.writers = [writer for kind in kinds if (writer := kind.make(config)) is not None]
 
-    def start(self, iteration: int, *, evaluation_due: bool = False) -> None:
+    def start(self, iteration: int, samples: int, *, evaluation_due: bool = False) -> None:
         """Open the writers after `iteration`, without what an earlier run reported of anything to come."""
         for writer in self.writers:
-            writer.start(iteration, evaluation_due=evaluation_due)
+            writer.start(iteration, samples, evaluation_due=evaluation_due)
 
     def training(self, interval: Interval) -> None:
         """Write an interval of training."""

@@ -39,7 +39,7 @@ class Service(Tracker):
     def __init__(self, config: RunConfig) -> None:
         self.config, self.flags = config, config.plugin(ReportConfig)
 
-    def start(self, iteration: int, *, evaluation_due: bool) -> None:
+    def start(self, iteration: int, samples: int, *, evaluation_due: bool) -> None:
         save = self.config.checkpoint.save
         file = None if save is None or self.config.training.skip_train else Path(save) / RUN_IDS
         ids = {} if file is None else read_run_ids(file)

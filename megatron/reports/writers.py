@@ -24,6 +24,7 @@ COUNTED = ("skipped", "overflow")
 
 
 PROBE_BYTES = 1 << 14  # written to see if a disk has space for TensorBoard's events
+SAMPLES_FOLDER = "vs-samples"  # in --tensorboard-dir
 # Tag of the run's configuration as text.
 CONFIGURATION = "configuration"
 
@@ -43,8 +44,12 @@ class Writer(ABC):
         """
 
     @abstractmethod
-    def start(self, iteration: int, *, evaluation_due: bool) -> None:
-        """Open the destination after `iteration`, and drop what an earlier run reported of anything to come."""
+    def start(self, iteration: int, samples: int, *, evaluation_due: bool) -> None:
+        """Open the destination after `iteration`, and drop what an earlier run reported of anything to come.
+
+        Args:
+            samples: consumed after `iteration`.
+        """
 
     @abstractmethod
     def training(self, interval: Interval) -> None:
@@ -88,7 +93,7 @@ class MetricsFile(Writer):
         path = config.plugin(ReportConfig).metrics_file(config)
         return None if path is None else cls(path, config)
 
-    def start(self, iteration: int, *, evaluation_due: bool) -> None:
+    def start(self, iteration: int, samples: int, *, evaluation_due: bool) -> None:
         try:
             path = self.path.resolve()  # follow a link
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -181,20 +186,25 @@ class Tracker(Writer):
 
 
 class TensorBoard(Tracker):
-    """TensorBoard events (--tensorboard-dir)."""
+    """TensorBoard events (--tensorboard-dir).
+
+    Values by consumed samples are in a folder of their own. A resume removes events from a step on, whatever their tag,
+    and so needs one kind of step in a folder.
+    """
 
     flag = "--tensorboard-dir"
 
     def __init__(self, config: ReportConfig) -> None:
         self.config, self.every = config, config.tensorboard_log_interval
         self.events: Any = None
+        self.events_by_samples: Any = None
 
     @classmethod
     def make(cls, config: RunConfig) -> TensorBoard | None:
         flags = config.plugin(ReportConfig)
         return None if flags.tensorboard_dir is None else cls(flags)
 
-    def start(self, iteration: int, *, evaluation_due: bool) -> None:
+    def start(self, iteration: int, samples: int, *, evaluation_due: bool) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
@@ -207,6 +217,9 @@ class TensorBoard(Tracker):
                 with tempfile.TemporaryFile(dir=folder) as file:
                     file.write(bytes(PROBE_BYTES))
             self.events = SummaryWriter(folder, max_queue=queue, purge_step=iteration + 1)
+            self.events_by_samples = SummaryWriter(
+                f"{folder}/{SAMPLES_FOLDER}", max_queue=queue, purge_step=samples + 1
+            )
         except OSError as error:
             raise InputError(f"--tensorboard-dir: {folder}: {error.strerror}") from None
 
@@ -215,15 +228,16 @@ class TensorBoard(Tracker):
             for tag, value in values.items():
                 self.events.add_scalar(tag, value, iteration)
                 if not tag.endswith(" ppl"):
-                    self.events.add_scalar(f"{tag} vs samples", value, samples)
+                    self.events_by_samples.add_scalar(f"{tag} vs samples", value, samples)
 
     def text(self, tag: str, text: str, iteration: int) -> None:
         # TensorBoard renders Markdown, in which a block indented by four spaces is shown as it is.
         self.events.add_text(tag, "\n".join(f"    {line}" for line in text.splitlines()), iteration)
 
     def close(self, *, failed: bool) -> None:
-        if self.events is not None:
-            self.events.close()
+        for events in (self.events, self.events_by_samples):
+            if events is not None:
+                events.close()
 
 
 def record(interval: Interval) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def config_of(save: Path, *flags: object) -> RunConfig:
 def report(config: RunConfig, start: int, log: Callable[[str], None] = print) -> None:
     """Report two iterations after `start`, an evaluation and a text."""
     with Writers(config, MESH, log) as writers:
-        writers.start(start)
+        writers.start(start, 8 * start)
         writers.text("samples/a", "once <upon>\n", start)
         writers.training(interval([(start + 1, 4.0, 1.0), (start + 2, 3.0, 1.0)]))
         writers.evaluation({"lm loss validation": 2.0}, start + 2, 16)
@@ -80,7 +80,7 @@ def test_a_resumed_run_continues_in_mlflow(mlflow_client: Any, tmp_path: Path) -
 def test_a_run_that_fails_is_marked_in_mlflow(mlflow_client: Any, tmp_path: Path) -> None:
     config = config_of(tmp_path, "--mlflow-experiment", "a")
     with pytest.raises(MemoryError), Writers(config, MESH, print) as writers:
-        writers.start(0)
+        writers.start(0, 0)
         raise MemoryError
     (run_id,) = json.loads((tmp_path / RUN_IDS).read_text()).values()
     assert mlflow_client.get_run(run_id).info.status == "FAILED"
@@ -156,7 +156,7 @@ def test_a_resumed_run_continues_in_weights_and_biases(
 def test_weights_and_biases_keeps_iterations_before_an_evaluation(wandb: Any, tmp_path: Path) -> None:
     """With --log-interval 2 and --eval-interval 1 iteration 1 is logged after the evaluation at it."""
     with Writers(config_of(tmp_path, "--wandb-project", "gpt"), MESH, print) as writers:
-        writers.start(0)
+        writers.start(0, 0)
         writers.evaluation({"lm loss validation": 2.0}, 3, 24)
         writers.training(interval([(1, 4.0, 1.0), (2, 3.0, 1.0)]))
         summary = wandb.run.summary
@@ -170,7 +170,7 @@ def test_a_run_that_fails_is_marked_in_weights_and_biases(wandb: Any, tmp_path: 
         suppress(MemoryError),
         Writers(config_of(tmp_path, "--wandb-project", "gpt"), MESH, print) as writers,
     ):
-        writers.start(0)
+        writers.start(0, 0)
         run = wandb.run
         if fails:
             raise MemoryError
@@ -186,7 +186,7 @@ def test_weights_and_biases_that_fails_does_not_end_the_run(
 
     lines: list[str] = []
     writers = Writers(config_of(tmp_path, "--wandb-project", "gpt"), MESH, lines.append)
-    writers.start(0)
+    writers.start(0, 0)
     monkeypatch.setattr(wandb.run, "log", fail)
     writers.evaluation({"lm loss validation": 2.0}, 3, 24)
     assert lines == ["warning: --wandb-project: the service is gone; the run continues without it"]

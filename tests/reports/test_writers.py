@@ -35,7 +35,7 @@ def config_of(*flags: object) -> RunConfig:
 def report(config: RunConfig, start: int, iterations: range) -> None:
     path = config.plugin(ReportConfig).metrics_path
     with Writers(config, MESH, print) as writers:
-        writers.start(start)
+        writers.start(start, 8 * start)
         for i in iterations:
             writers.training(interval([(i, 1.0 / i, float(i))]))
             if path is not None:  # each line can be read at once, and survives a kill
@@ -62,7 +62,7 @@ def test_metrics_of_a_resumed_run_are_contiguous(tmp_path: Path, capsys) -> None
 def test_nan_in_metrics_is_null(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with Writers(config_of("--metrics-path", path), MESH, print) as writers:
-        writers.start(0)
+        writers.start(0, 0)
         writers.training(interval([(1, float("nan"), float("inf"))]))
     record = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert record["lm loss"] is None and record["grad norm"] is None
@@ -73,7 +73,7 @@ def test_an_unrelated_file_is_not_overwritten(tmp_path: Path, content: str) -> N
     path = tmp_path / "notes.txt"
     path.write_text(content, encoding="latin-1")
     with pytest.raises(InputError, match="--metrics-path"):
-        Writers(config_of("--metrics-path", path), MESH, print).start(0)
+        Writers(config_of("--metrics-path", path), MESH, print).start(0, 0)
     assert path.read_text(encoding="latin-1") == content
 
 
@@ -85,7 +85,6 @@ def test_tensorboard_tags_are_grouped(tmp_path: Path) -> None:
     tags = set(events.Tags()["scalars"])
     assert {
         "train/lm loss",
-        "train/lm loss vs samples",
         "optimizer/grad-norm",
         "optimizer/learning-rate",
         "optimizer/batch-size",
@@ -94,12 +93,16 @@ def test_tensorboard_tags_are_grouped(tmp_path: Path) -> None:
         "speed/throughput",
         "speed/mfu",
         "valid/lm loss",
-        "valid/lm loss vs samples",
         "valid/lm loss ppl",
     } <= tags
     assert {tag.split("/")[0] for tag in tags} == {"train", "optimizer", "speed", "valid"}
     assert [e.step for e in events.Scalars("train/lm loss")] == [1, 2, 3]
     assert [e.value for e in events.Scalars("train/lm loss")] == pytest.approx([1.0, 0.5, 1 / 3])
+    events = event_accumulator.EventAccumulator(str(tmp_path / "vs-samples"))
+    events.Reload()
+    tags = set(events.Tags()["scalars"])
+    assert {"train/lm loss vs samples", "valid/lm loss vs samples"} <= tags
+    assert all(tag.endswith(" vs samples") and "ppl" not in tag for tag in tags)
     assert [e.step for e in events.Scalars("train/lm loss vs samples")] == [8, 16, 24]
 
 
@@ -112,13 +115,17 @@ def test_tensorboard_of_a_resumed_run_has_every_iteration_once(tmp_path: Path) -
     events = event_accumulator.EventAccumulator(str(tmp_path))
     events.Reload()
     assert [e.step for e in events.Scalars("train/lm loss")] == [1, 2, 3, 4, 5, 6, 7, 8]
+    events = event_accumulator.EventAccumulator(str(tmp_path / "vs-samples"))
+    events.Reload()
+    steps = [e.step for e in events.Scalars("train/lm loss vs samples")]
+    assert steps == [8, 16, 24, 32, 40, 48, 56, 64]
 
 
 def test_tensorboard_log_interval(tmp_path: Path) -> None:
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     config = config_of("--tensorboard-dir", tmp_path, "--tensorboard-log-interval", 2)
     with Writers(config, MESH, print) as writers:
-        writers.start(0)
+        writers.start(0, 0)
         writers.training(interval([(i, float(i), 1.0) for i in range(1, 6)]))
     events = event_accumulator.EventAccumulator(str(tmp_path))
     events.Reload()
@@ -151,7 +158,7 @@ def test_texts_in_tensorboard(tmp_path: Path) -> None:
     with Writers(
         config_of("--tensorboard-dir", tmp_path, "--metrics-path", tmp_path / "m.jsonl"), MESH, print
     ) as writers:
-        writers.start(0)
+        writers.start(0, 0)
         writers.text("samples/a prompt", "# one\n  two\n", 5)
     events = event_accumulator.EventAccumulator(str(tmp_path))
     events.Reload()
@@ -181,13 +188,13 @@ def test_missing_packages_are_named(monkeypatch) -> None:
         Writers(config_of("--wandb-project", "p"), MESH, print)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(InputError, match="pip install tensorboard"):
-        Writers(config_of("--tensorboard-dir", "p"), MESH, print).start(0)
+        Writers(config_of("--tensorboard-dir", "p"), MESH, print).start(0, 0)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_costs_the_metrics_not_the_run(capsys) -> None:
     with Writers(config_of("--metrics-path", "/dev/full"), MESH, print) as writers:
-        writers.start(0)
+        writers.start(0, 0)
         for i in (1, 2):
             writers.training(interval([(i, 1.0, 1.0)]))
         writers.evaluation({"lm loss validation": 2.0}, 2, 16)
@@ -203,11 +210,11 @@ def test_tensorboard_on_a_full_disk_is_one_line(tmp_path: Path, capfd: pytest.Ca
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:
         with pytest.raises(InputError, match=r"^--tensorboard-dir: .*events: File too large$"):
-            writers.start(0)
+            writers.start(0, 0)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert capfd.readouterr().err == ""
     with writers:
-        writers.start(0)
+        writers.start(0, 0)
         writers.training(interval([(1, 1.0, 1.0)]))
-    assert [path.name[:6] for path in (tmp_path / "events").iterdir()] == ["events"]
+    assert sorted(path.name[:6] for path in (tmp_path / "events").iterdir()) == ["events", "vs-sam"]
