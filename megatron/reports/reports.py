@@ -15,9 +15,12 @@ from megatron.errors import InputError
 from megatron.flags import flag_name
 from megatron.parallel.collectives import raise_on_all_ranks
 from megatron.parallel.mesh import Mesh
+from megatron.recipes.length import LengthConfig
 from megatron.reports.config import ReportConfig
 from megatron.reports.services import MLflow, WeightsAndBiases
 from megatron.reports.writers import CONFIGURATION, MetricsFile, TensorBoard, Writer
+from megatron.settings.data_tokenizer import DataTokenizerConfig
+from megatron.settings.tokenizer import FIELDS
 from megatron.training.config import RunConfig
 from megatron.training.loop import Hook, Trainer
 from megatron.training.report import EvalResult, Interval
@@ -113,12 +116,18 @@ class Writers:
 
 
 def config_text(config: RunConfig) -> str:
-    """The flags of a run that differ from their defaults, as a file for --config."""
-    lines = []
+    """The flags of a run that differ from their defaults, as a file for --config.
+
+    Values that --train-tokens, --train-epochs and --tokenizer stand for are left out.
+    """
+    lines, length = [], config.plugin(LengthConfig)
+    derived = set() if config.plugin(DataTokenizerConfig).tokenizer is None else set(FIELDS)
+    if length.train_tokens is not None or length.train_epochs is not None:
+        derived.add("train_samples")
     for section in config.sections:
         for field in dataclasses.fields(section):
             value = getattr(section, field.name)
-            if "flag" in field.metadata and value != field.default:
+            if "flag" in field.metadata and value != field.default and field.name not in derived:
                 # A switch has the name of what it does, as no-progress, and is on.
                 shown = json.dumps(isinstance(value, bool) or value)
                 lines.append(f"{flag_name(field).removeprefix('--')}: {shown}\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import resource
@@ -176,6 +177,23 @@ def test_the_configuration_as_text_is_a_config_file(tmp_path: Path) -> None:
     )
     file.write_text(config_text(given))
     assert "no-progress: true\n" in file.read_text() and "lr: 1.0\n" in file.read_text()
+    assert parse_run_config(["--config", str(file)], description="a test", defaults={}) == given
+
+
+@pytest.mark.parametrize("length", ["--train-tokens 1007", "--train-epochs 1.5"])
+def test_the_configuration_as_text_has_no_derived_flags(tmp_path: Path, length: str) -> None:
+    """--train-samples excludes the other lengths, and --tokenizer the type and files that it stands for."""
+    ranks = "".join(f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(256))
+    (tmp_path / "a.tiktoken").write_text(ranks)
+    shape = (
+        "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --lr 1"
+    )
+    words = [*shape.split(), *length.split(), "--data-path", "a", "--tokenizer", str(tmp_path / "a.tiktoken")]
+    words += ["--tiktoken-pattern", "gpt2"]
+    given = parse_run_config(words, description="a test", defaults={})
+    assert given.training.train_samples is not None and given.tokenizer.tokenizer_type == "TikTokenizer"
+    file = tmp_path / "config.yaml"
+    file.write_text(config_text(given))
     assert parse_run_config(["--config", str(file)], description="a test", defaults={}) == given
 
 
