@@ -625,6 +625,11 @@ def test_a_list_on_the_command_line_replaces_that_of_the_file(tmp_path: Path) ->
         ("min-lr: *a", "line 1: anchors and aliases are not supported; write the value out"),
         ("<<: {lr: 1}", "line 1: merge keys are not supported; write the values out"),
         ("lr: 1\nlr: 2", "line 2: lr is given twice"),
+        (
+            "num_layers: 8\nnum-layers: 6",
+            "num-layers is the flag that num_layers gives; leave one of them out",
+        ),
+        ("vocab: a\nvocab-file: a", "vocab-file is the flag that vocab gives; leave one of them out"),
         ("lr: 1:30", "--lr: '1:30' is not a number"),
         ("? [a, b]\n: 1", "line 1: a name must be text"),
         ("", "must hold 'name: value' lines"),

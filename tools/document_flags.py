@@ -32,7 +32,7 @@ happens without the flag.
 
 `--config` reads flags from a YAML file, without the leading dashes: `num-layers: 24`, `bf16: true`,
 `data-path: [0.3, wiki, 0.7, books]`. The command line overrides the file, but cannot turn off a switch that the file
-turns on. Anchors, aliases, merge keys and tags of YAML are errors.
+turns on, and adds to its `--freeze`. Anchors, aliases, merge keys and tags of YAML are errors.
 
 `python tools/document_flags.py` writes this page.
 """

@@ -19,7 +19,7 @@ def add_config_flag(parser: Parser) -> None:
         metavar="FILE",
         default=argparse.SUPPRESS,
         help="YAML file of flags without their leading dashes; the command line overrides it, but cannot turn off "
-        "a switch that the file turns on",
+        "a switch that the file turns on, and adds to its --freeze",
     )
 
 
@@ -46,15 +46,23 @@ def _config_file(argv: Sequence[str]) -> Path | None:
 
 def _read_settings(path: Path, parser: Parser) -> list[str]:
     """Convert the settings in a YAML file to command-line arguments."""
-    names = {name.replace("_", "-"): name for name in parser.flags}
+    flags = parser.flags
+    names = {name.replace("_", "-"): name for name in flags}
     arguments: list[str] = []
+    spelled: dict[int, str] = {}  # how the file names each flag
     for key, value in read_settings(path).items():
         dashed = "--" + key.replace("_", "-")
         if dashed in ("--config", "--help", "--version"):
             raise InputError(f"{key}: belongs on the command line")
         name = names.get(dashed)
-        # The parser rejects an unknown name and suggests another.
-        arguments += [dashed] if name is None else _setting(name, value, parser.flags[name])
+        if name is None:
+            arguments.append(dashed)  # the parser rejects an unknown name and suggests another
+            continue
+        action = flags[name]
+        if id(action) in spelled:
+            raise InputError(f"{key} is the flag that {spelled[id(action)]} gives; leave one of them out")
+        spelled[id(action)] = key
+        arguments += _setting(name, value, action)
     return arguments
 
 

@@ -16,6 +16,7 @@ from megatron.arguments import parse_run_config
 from megatron.errors import InputError
 from megatron.plugins import run
 from megatron.pretrain_gpt import GPT
+from megatron.recipes.config import FreezeConfig
 
 FLAGS = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 250 --num-layers 2 --hidden-size 32 --num-workers 0
@@ -50,6 +51,14 @@ def test_frozen_parameters_keep_their_values(tmp_path: Path) -> None:
     assert {name.removeprefix("exp_avg/") for name in optimizer if name.startswith("exp_avg/")} == {
         *first
     } - frozen
+
+
+def test_the_command_line_adds_to_the_patterns_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("freeze: ['embedding.*']\n")
+    words = f"{FLAGS} --train-iters 1 --config {file} --freeze *.mlp.* --freeze *.bias".split()
+    run_config = parse_run_config(words, description="", defaults={})
+    assert run_config.plugin(FreezeConfig).freeze == ("embedding.*", "*.mlp.*", "*.bias")
 
 
 def test_other_patterns_on_resume_need_a_new_optimizer_state(tmp_path: Path) -> None:
