@@ -36,7 +36,7 @@ if [[ -z ${PYTHON:-} ]]; then
   PYTHON=python3
   [[ -x .venv/bin/python ]] && PYTHON=.venv/bin/python
 fi
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
 export PYTHON MASTER_ADDR MASTER_PORT
 # Let the segments of torch's GPU allocator grow, so that memory does not fragment; settings of the user come first.
