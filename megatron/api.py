@@ -56,7 +56,7 @@ from megatron.optim.schedule import Schedule
 from megatron.parallel.config import ParallelConfig
 from megatron.parallel.parameters import normal, ones, parameter, zeros
 from megatron.parallel.stages import Chunk
-from megatron.performance.config import PerformanceConfig
+from megatron.performance.config import Fp8Config, OffloadConfig, PerformanceConfig
 from megatron.planner.config import DryRunConfig
 from megatron.pretrain_bert import bert
 from megatron.pretrain_gpt import GPT
@@ -80,10 +80,14 @@ from megatron.training.config import LoggingConfig, RunConfig, TrainingConfig
 from megatron.training.loop import Hook, Trainer
 from megatron.training.report import EvalResult
 from megatron.training.task import EvalMetric, Task
+from megatron.variants.auto_schedule import AutoScheduleConfig
+from megatron.verify.config import CaptureConfig
 
 __all__ = [
     "GPT",
+    "AutoScheduleConfig",
     "Batch",
+    "CaptureConfig",
     "CheckpointConfig",
     "Chunk",
     "DataConfig",
@@ -93,6 +97,7 @@ __all__ = [
     "EvalTasksConfig",
     "ExitConfig",
     "FaultsConfig",
+    "Fp8Config",
     "FreezeConfig",
     "GPTBatch",
     "GPTSamples",
@@ -104,6 +109,7 @@ __all__ = [
     "LossScaleConfig",
     "ModelConfig",
     "ModelContext",
+    "OffloadConfig",
     "OpsConfig",
     "OptimizerConfig",
     "ParallelConfig",

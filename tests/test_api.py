@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from distributed import run_distributed
 
+from megatron import api
 from megatron.api import (
     GPT,
     CheckpointConfig,
@@ -34,6 +35,7 @@ from megatron.api import (
     OptimizerConfig,
     ParallelConfig,
     Run,
+    RunConfig,
     ShorthandConfig,
     TokenizerConfig,
     Trainer,
@@ -157,6 +159,12 @@ def test_flags_and_objects_make_the_same_configuration() -> None:
     assert built == parse_run_config(words.split(), description="", defaults={})
     # A configuration that was derived once is accepted again.
     assert configure(*built.sections) == built
+
+
+def test_all_sections_can_be_given() -> None:
+    """`train` refuses only the flags of a dry run."""
+    sections = {kind.__name__ for kind in RunConfig.section_types().values() if kind is not DryRunConfig}
+    assert sections <= set(api.__all__)
 
 
 def test_wrong_configurations() -> None:
