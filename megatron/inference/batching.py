@@ -16,6 +16,9 @@ from megatron.tokenizer import Tokenizer
 
 # Prompt tokens of one prefill, during which the other sequences wait.
 MAX_PREFILL_TOKENS = 2048
+# Prompt tokens whose logits are in memory at once if their log-probabilities are requested: 256 MiB in fp32 for a
+# vocabulary of 128K.
+MAX_SCORED_TOKENS = 512
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,21 +130,21 @@ class Batcher:
         num_running = len(self.running)
         updates: list[tuple[SequenceState, str]] = []
         if admitted := self._admit():
-            starts, prompts = [0] * len(admitted), [sequence.request.prompt for sequence in admitted]
-            scored = admitted[0].request.prompt_logprobs
-            logits = self.predictor.forward(num_running, starts, prompts, all_positions=scored)
-            if scored:
-                (sequence,) = admitted
-                targets = torch.tensor(sequence.request.prompt[1:])
-                sequence.prompt_logprobs = _logprobs(logits[:-1], targets, sequence.request.top_logprobs or 0)
-                # If any position is not finite, the sequence ends.
-                logits = logits[-1:] if logits.sum().isfinite() else torch.full_like(logits[-1:], torch.nan)
+            if admitted[0].request.prompt_logprobs:
+                logits = self._score(num_running, *admitted)
+            else:
+                prompts = [sequence.request.prompt for sequence in admitted]
+                logits = self.predictor.forward(num_running, [0] * len(admitted), prompts)
             updates += zip(admitted, self._sample(admitted, logits), strict=True)
         if num_running:
             running = self.running[:num_running]
             starts = [len(sequence.tokens) - 1 for sequence in running]
             logits = self.predictor.forward(0, starts, [sequence.tokens[-1:] for sequence in running])
             updates += zip(running, self._sample(running, logits), strict=True)
+        # Before a removal moves a row with its values.
+        for row, sequence in enumerate(self.running):
+            if sequence.reason == "error":
+                self.predictor.clear(row)
         for sequence, _ in updates:
             if sequence.reason is not None:
                 self._remove(sequence)
@@ -163,6 +166,22 @@ class Batcher:
             admitted.append(self.waiting.popleft())
             self.running.append(admitted[-1])
         return admitted
+
+    def _score(self, row: int, sequence: SequenceState) -> Tensor:
+        """Process a prompt in pieces and store its log-probabilities.
+
+        Returns:
+            Logits [1, v] after the prompt; NaN if those of any position are not finite.
+        """
+        prompt, finite, logits_nv = sequence.request.prompt, True, torch.empty(0)
+        for start in range(0, len(prompt), MAX_SCORED_TOKENS):
+            end = start + MAX_SCORED_TOKENS
+            logits_nv = self.predictor.forward(row, [start], [prompt[start:end]], all_positions=True)
+            finite = finite and bool(logits_nv.sum().isfinite())
+            targets = torch.tensor(prompt[start + 1 : end + 1], dtype=torch.int64)
+            num_top = sequence.request.top_logprobs or 0
+            sequence.prompt_logprobs += _logprobs(logits_nv[: len(targets)], targets, num_top)
+        return logits_nv[-1:] if finite else torch.full_like(logits_nv[-1:], torch.nan)
 
     def _sample(self, sequences: Sequence[SequenceState], logits_nv: Tensor) -> list[str]:
         """Append a token to each sequence, and return the new texts. A sequence whose logits are not finite ends."""
@@ -188,8 +207,6 @@ class Batcher:
     def _remove(self, sequence: SequenceState) -> None:
         """Free the row of a sequence. The last row moves there, so that used rows stay contiguous."""
         row, last = self.running.index(sequence), self.running.pop()
-        if sequence.reason == "error":
-            self.predictor.clear(row)
         if last is not sequence:
             self.running[row] = last
             self.predictor.copy([len(self.running)], [row], len(last.tokens))

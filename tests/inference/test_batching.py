@@ -26,6 +26,7 @@ from megatron.inference.sampling import SamplingConfig
 from megatron.parallel.mesh import Mesh
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.config import TokenizerConfig
+from megatron.tokenizer.null import NullTokenizer
 
 CPU = torch.device("cpu")
 LENGTH = 32  # context length of the models
@@ -130,6 +131,37 @@ def test_prompt_logprobs(folder: Path) -> None:
     )
     expected = [logprobs[i, token].item() for i, token in enumerate(prompt[1:])]
     assert [score.logprob for score in state.prompt_logprobs] == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bloom", "gemma2", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("piece", [1, 3, 6, 7, 100])
+def test_prompts_are_scored_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, piece: int
+) -> None:
+    """As in one pass, with ALiBi, windows and sinks too. The cache is then that of the whole prompt."""
+    predictor = make_batcher(save_hf(tmp_path, kind)).predictor
+    prompt = [8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8, 3, 2, 7]
+    whole = predictor.forward(0, [0], [prompt], all_positions=True).log_softmax(-1)
+    after = predictor.forward(0, [len(prompt)], [[5]]).log_softmax(-1)
+    monkeypatch.setattr("megatron.inference.batching.MAX_SCORED_TOKENS", piece)
+    forward, lengths = predictor.forward, []
+
+    def counted(*inputs, **options) -> torch.Tensor:
+        lengths.append(len(inputs[2][0]))
+        return forward(*inputs, **options)
+
+    monkeypatch.setattr(predictor, "forward", counted)
+    (state,) = run_requests(
+        Batcher(predictor, NullTokenizer(EOD)),
+        [request(prompt, top_logprobs=2, prompt_logprobs=True, out_seq_length=1)],
+    )
+    assert max(lengths) == min(piece, len(prompt)) and sum(lengths) == len(prompt)
+    assert len(state.prompt_logprobs) == len(prompt) - 1
+    for row, token, score in zip(whole[:-1], prompt[1:], state.prompt_logprobs, strict=True):
+        assert score.logprob == pytest.approx(row[token].item(), abs=1e-5)
+        assert [p for _, p in score.top] == pytest.approx(row.topk(2).values.tolist(), abs=1e-5)
+    assert state.logprobs[0].logprob == pytest.approx(whole[-1].max().item(), abs=1e-5)
+    torch.testing.assert_close(forward(0, [len(prompt)], [[5]]).log_softmax(-1), after, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(("width", "penalty"), [(1, 1.0), (2, 0.0), (3, 1.0), (4, 2.0)])
@@ -271,6 +303,30 @@ def test_non_finite_logits_are_one_line(folder: Path) -> None:
     batcher.predictor.stages.chunks[0].decoder.layers["0"].mlp.linear_fc2.weight.fill_(float("nan"))
     with pytest.raises(InputError, match=r"^--load: the model's logits are not finite"):
         generate(batcher, [request([1])])
+
+
+@pytest.mark.parametrize("failing", [2, 3])
+def test_sequences_that_fail_together_leave_no_nan(folder: Path, failing: int) -> None:
+    """Rows move when sequences end. A later sequence masks the rest of its row, but 0 x NaN is NaN."""
+    batcher = make_batcher(folder)
+    good = [request([1, 2, 3, 4, 5, 6]), request([3]), request([2, 7]), request([5, 1])]
+    expected = [state.new for state in run_requests(batcher, good)]
+    predictor = batcher.predictor
+    forward = predictor.forward
+
+    def overflowing(first: int, starts: list[int], tokens: list[list[int]], **options: bool) -> torch.Tensor:
+        logits = forward(first, starts, tokens, **options).clone()
+        for i, row in enumerate(tokens):
+            if 98 in row:
+                logits[i] = predictor.cache.memory[:, :, first + i] = torch.nan
+        return logits
+
+    predictor.forward = overflowing
+    states = run_requests(batcher, [request([98, 98, 9])] * failing)
+    assert [state.reason for state in states] == ["error"] * failing
+    predictor.forward = forward
+    assert [state.new for state in run_requests(batcher, good)] == expected
+    assert predictor.cache.memory.isfinite().all()
 
 
 def generate_after_faults(folder: str) -> list[str] | None:
