@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 
 from megatron.errors import InputError
 from megatron.flags import Config, flag
@@ -53,6 +54,7 @@ class ZeroShotConfig(Config):
         super().__post_init__()
         if self.by_context and self.task == "LAMBADA":
             raise InputError("--by-context: LAMBADA has no loss to report; give another --task")
+        check_effect(self, "--task", (self.task,))
 
     def stride(self, length: int) -> int:
         """Return the number of tokens that each window of `length` but the first scores."""
@@ -121,9 +123,18 @@ class EvalTasksConfig(PluginConfig):
             )
         if len(set(tasks)) < len(tasks):
             raise InputError(f"--eval-tasks: {' '.join(tasks)} names a task twice")
+        check_effect(self, "--eval-tasks", tasks)
 
     def check(self, run: RunConfig) -> None:
         if self.eval_tasks and run.parallel.v_shaped:
             raise InputError(
                 f"--eval-tasks does not go with --pipeline-schedule {run.parallel.pipeline_schedule}; leave it out"
             )
+
+
+def check_effect(config: ZeroShotConfig | EvalTasksConfig, flag: str, tasks: Collection[str]) -> None:
+    """Raise `InputError` for a flag that none of the tasks uses, which `flag` names."""
+    if config.strict_lambada and "LAMBADA" not in tasks:
+        raise InputError(f"--strict-lambada: needs {flag} LAMBADA; leave it out")
+    if config.overlapping_eval is not None and not {"WIKITEXT103", "PPL"} & set(tasks):
+        raise InputError(f"--overlapping-eval: needs {flag} WIKITEXT103 or PPL; leave it out")
