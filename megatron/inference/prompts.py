@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +33,7 @@ def read_prompts(flag: str, path: Path) -> Iterator[tuple[str, str]]:
         InputError: the file is unreadable or empty, or a line is malformed.
     """
     try:
-        lines = read_file(path).splitlines()
+        lines = read_file(path).removeprefix(codecs.BOM_UTF8).splitlines()
     except OSError as error:
         raise InputError(f"{flag}: {path} cannot be read ({error.strerror})") from None
     if not any(line.strip() for line in lines):
