@@ -53,7 +53,8 @@ class SequenceState:
 
     Attributes:
         new: generated tokens.
-        logprobs: of the generated tokens, if requested.
+        end_token: the end-of-document token that ended the sequence, which is not in `new`; None before.
+        logprobs: of the generated tokens and `end_token`, if requested.
         prompt_logprobs: of the prompt's tokens except the first, if requested, once the prompt has been processed.
         reason: why generation ended: "stop", "length", or "error" if the logits were not finite; None before.
     """
@@ -64,6 +65,7 @@ class SequenceState:
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] = []
         self.reason: str | None = None
+        self.end_token: int | None = None
         self.end = min(max_length, len(self.tokens) + request.sampling.out_seq_length)
         # On the CPU, so that a seed gives the same text on every device.
         generator = torch.Generator().manual_seed(request.sampling.seed)
@@ -73,7 +75,7 @@ class SequenceState:
     def add(self, token: int, eod: int | None) -> str:
         """Append the next token and return the text that is final with it."""
         if token == eod:
-            self.reason = "stop"
+            self.reason, self.end_token = "stop", token
             return self.text.finish()
         self.tokens.append(token)
         self.new.append(token)

@@ -23,6 +23,7 @@ from megatron.inference.predictor import Predictor, check_prompt
 from megatron.inference.prompts import document_start, read_prompts
 from megatron.inference.sampling import SamplingConfig
 from megatron.inference.text import TextStream
+from megatron.inference.token_text import TokenText
 from megatron.tokenizer import Tokenizer
 
 
@@ -274,15 +275,14 @@ class _Writer:
                 yield record | ({} if self.config.logprobs is None else {"tokens": self._tokens(sequence)})
 
     def _tokens(self, sequence: SequenceState) -> list[dict[str, Any]]:
-        def entry(token: int, logprob: float) -> dict[str, Any]:
-            return {"id": token, "text": self.tokenizer.detokenize([token]), "logprob": logprob}
-
+        text, entries = TokenText(self.tokenizer, sequence.request.prompt), list[dict[str, Any]]()
         # The end-of-document token has a log-probability, the last one, but is not in `new`.
-        pairs = zip(sequence.new, sequence.logprobs, strict=False)
-        return [
-            {**entry(token, logprob.logprob), "top": [entry(*pair) for pair in logprob.top]}
-            for token, logprob in pairs
-        ]
+        for token, logprob in zip(sequence.new, sequence.logprobs, strict=False):
+            top = [{"id": i, "text": text.name(i), "logprob": value} for i, value in logprob.top]
+            entries.append({"id": token, "text": text.add(token), "logprob": logprob.logprob, "top": top})
+        if entries:
+            entries[-1]["text"] += text.finish()
+        return entries
 
 
 class _Job(NamedTuple):

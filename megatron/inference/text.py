@@ -13,12 +13,19 @@ INCOMPLETE = "\ufffd"
 
 
 class TextStream:
-    """Text of the tokens after a prompt, up to the first stop string. Special tokens are left out."""
+    """Text of the tokens after a prompt, up to the first stop string. Special tokens are left out by default."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        stops: Sequence[str] = (),
+        *,
+        keeps_special: bool = False,
+    ) -> None:
         self._tokenizer, self._stops = tokenizer, stops
-        self._special = set(tokenizer.special_ids.values())
-        self._ids = self._without_special(prompt[-CONTEXT_TOKENS:])
+        self._special = set() if keeps_special else set(tokenizer.special_ids.values())
+        self._ids = self._last_of(prompt)
         # Tokens from `_from` on are decoded together; the text of those before `_shown` has been returned.
         self._from, self._shown = 0, len(self._ids)
         self._held = ""  # text that may begin a stop string
@@ -37,6 +44,23 @@ class TextStream:
         text = "" if self.stopped else self._release(self._decoded()) + self._held
         self._held = ""
         return text
+
+    @property
+    def context(self) -> Sequence[int]:
+        """The tokens that the text of the next one may depend on."""
+        return self._ids[self._from :]
+
+    def _last_of(self, prompt: Sequence[int]) -> list[int]:
+        """Return the last tokens of a prompt, from the beginning of a character on.
+
+        Byte-fallback decoders replace all bytes of a run that begins within a character.
+        """
+        ids = list[int]()
+        for count in range(CONTEXT_TOKENS, CONTEXT_TOKENS + MAX_INCOMPLETE_TOKENS):
+            ids = self._without_special(prompt[-count:])
+            if not self._tokenizer.detokenize(ids).startswith(INCOMPLETE):
+                break
+        return ids
 
     def _without_special(self, tokens: Sequence[int]) -> list[int]:
         return [token for token in tokens if token not in self._special]

@@ -168,6 +168,35 @@ def test_prompt_logprobs_without_completion(served) -> None:
     assert scores == [choice["logprobs"]["token_logprobs"][:-1] for choice in more["choices"]]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("answer", [VOCAB - 1, 5])
+def test_scores_as_lm_evaluation_harness_takes_them(folder: Path, stream: bool, answer: int) -> None:
+    """Its local-completions sums token_logprobs[context:-1], so the generated token must be listed even if the text
+    ends with it."""
+    predictor, tokenizer = load(folder)
+    forward = predictor.forward
+
+    def predict(*inputs: object, **options: bool) -> torch.Tensor:
+        logits = forward(*inputs, **options).clone()
+        logits[-1, answer] = 100.0
+        return logits
+
+    predictor.forward = predict
+    prompt = PROMPTS[2]
+    with serving(predictor, tokenizer) as (url, _):
+        body = {"prompt": [prompt], "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True, "seed": 1}
+        response = complete(url, **body, stream=stream)
+        (choice,) = (events(response)[-1] if stream else response.json())["choices"]
+    found = choice["logprobs"]
+    assert choice["text"] == words(prompt) + ("" if answer == VOCAB - 1 else " 5")
+    assert found["tokens"] == [*words(prompt).replace(" ", "| ").split("|"), f" {answer}"]
+    assert found["text_offset"][-1] == len(words(prompt))
+    logprobs = forward(0, [0], [prompt], all_positions=True).log_softmax(-1)
+    own = [logprobs[i, token].item() for i, token in enumerate(prompt[1:])]
+    assert found["token_logprobs"][1:-1] == pytest.approx(own, abs=1e-4)
+    assert found["token_logprobs"][-1] == pytest.approx(0, abs=1e-4)
+
+
 def test_stream_reports_usage(served) -> None:
     body = {"prompt": ["1", "2 3"], "max_tokens": 3, "stream": True, "temperature": 0}
     *parts, last = events(complete(served[0], **body, stream_options={"include_usage": True}))
@@ -234,6 +263,7 @@ def test_invalid_completions(served, body, status: int, param: str | None, messa
     if status != 200:
         error = response.json()["error"]
         assert error["param"] == param and message in error["message"] and "\n" not in error["message"]
+        assert (error["code"] == "context_length_exceeded") == ("leaves no room" in message)
         assert error["type"] == {404: "not_found_error"}.get(status, "invalid_request_error")
     assert served[1].in_flight == 0
 
@@ -327,7 +357,9 @@ def test_nvidia_api(served, model) -> None:
 )
 def test_invalid_nvidia_requests(served, fields: dict, message: str) -> None:
     response = HTTP.put(f"{served[0]}/api", json={"prompts": ["1"], **fields})
-    assert response.status_code == 400 and message in response.json()["error"]["message"]
+    error = response.json()["error"]
+    assert response.status_code == 400 and message in error["message"]
+    assert "leaves no room" not in message or error["param"] == "prompts"
 
 
 def test_api_key(model) -> None:

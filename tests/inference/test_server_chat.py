@@ -142,6 +142,31 @@ def test_template_of_the_tokenizer(bpe_model) -> None:
         assert choice["message"]["content"] == expected
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}{% generation %}{% set x = m.content %}{{ x }} {% endgeneration %}{{ x }}{% endfor %}",
+        "{% if tools is not none %}tools{% else %}none{% endif %} {{ documents is none }} {{ tools is defined }}",
+        "{{ {'b': 'é<', 'a': [1, 2]} | tojson(sort_keys=True, separators=(',', ':')) }}{{ ['é'] | tojson(true) }}",
+    ],
+)
+def test_templates_are_rendered_as_by_transformers(
+    tmp_path: Path, bpe: GPT2BPETokenizer, source: str
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = write_tokenizer(tmp_path, bpe, chat_template=source)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    expected = theirs.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+    assert chat_template(HuggingFaceTokenizer(str(folder))).render(MESSAGES) == expected
+
+
+def test_a_too_long_conversation_is_an_error_of_its_messages(plain) -> None:
+    answer = chat(plain[0], messages=[{"role": "user", "content": "User " * 300}])
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and "leaves no room in the context of 256" in error["message"]
+    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+
+
 def test_template_files(tmp_path: Path, bpe: GPT2BPETokenizer) -> None:
     """A list of templates has a default; a file takes precedence; templates reach nothing but their arguments."""
     named = [
@@ -211,8 +236,14 @@ def test_openai_client(plain) -> None:
     assert [entry.token for entry in entries] == same["logprobs"]["tokens"]
     assert [entry.logprob for entry in entries] == same["logprobs"]["token_logprobs"]
     assert all(bytes(entry.bytes).decode() == entry.token for entry in entries if entry.bytes)
-    assert len(entries) == whole.usage.completion_tokens and len(entries[0].top_logprobs) in (3, 4)
+    assert len(entries) == whole.usage.completion_tokens
+    assert all(len(entry.top_logprobs) == 3 for entry in entries)
     assert entries[0].top_logprobs[0].logprob >= entries[0].logprob
+    sampled = {**body, "temperature": 5, "logprobs": True}
+    for number in (0, 2):  # the sampled token is rarely among so few
+        answer = client.chat.completions.create(**sampled, top_logprobs=number or openai.NOT_GIVEN, seed=1)
+        found = [len(entry.top_logprobs) for entry in answer.choices[0].logprobs.content]
+        assert set(found) == {number}
     parts = [
         {"role": "user", "content": [{"type": "text", "text": "Who "}, {"type": "text", "text": "sat?"}]}
     ]

@@ -18,6 +18,7 @@ from megatron.inference.predictor import Predictor
 from megatron.inference.server import protocol
 from megatron.inference.server.completions import CompletionRequest
 from megatron.inference.server.engine import ServingEngine
+from megatron.inference.token_text import TokenText
 from megatron.tokenizer import Tokenizer
 
 
@@ -74,6 +75,39 @@ def test_a_large_body_is_checked_beside_the_event_loop(served, monkeypatch: pyte
     large.join()
     assert answers[0].status_code == 400 and engine.in_flight == 0
     assert "asks for 800000 texts" in answers[0].json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "1", "max_tokens": 2, "logprobs": 1}),
+        ("/v1/completions", {"prompt": "1 2", "max_tokens": 2, "logprobs": 1, "echo": True, "stream": True}),
+        ("/api", {"prompts": ["1"], "tokens_to_generate": 2}),
+        ("/api", {"prompts": ["1"], "tokens_to_generate": 2, "beam_width": 2}),
+    ],
+)
+def test_answers_are_formatted_beside_the_event_loop(
+    served, monkeypatch: pytest.MonkeyPatch, path: str, body: dict
+) -> None:
+    url, engine = served
+    begun, release = threading.Event(), threading.Event()
+
+    def slow(self: TokenText, token: int) -> str:
+        begun.set()
+        assert release.wait(60)
+        return ""
+
+    monkeypatch.setattr(TokenText, "add", slow)
+    answers = []
+    request = HTTP.post if path != "/api" else HTTP.put
+    asking = threading.Thread(target=lambda: answers.append(request(f"{url}{path}", json=body)))
+    asking.start()
+    assert begun.wait(60)
+    assert HTTP.get(f"{url}/health").status_code == 200
+    assert not answers
+    release.set()
+    asking.join()
+    assert answers[0].status_code == 200 and engine.in_flight == 0
 
 
 def test_a_slow_tokenizer_harms_only_its_request(folder: Path) -> None:

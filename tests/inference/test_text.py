@@ -1,15 +1,21 @@
-"""Streamed text, with a tokenizer whose tokens are bytes."""
+"""Streamed text and the text of single tokens, with tokenizers whose tokens are bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer as HFTokenizer
+from tokenizers import decoders, models, normalizers
 
 from megatron.inference.batching import Request, SequenceState
 from megatron.inference.sampling import SamplingConfig
+from megatron.inference.server.nvidia import _segments
 from megatron.inference.text import TextStream
+from megatron.inference.token_text import TokenText
 from megatron.tokenizer.base import Tokenizer
+from megatron.tokenizer.huggingface import HuggingFaceTokenizer
 
 EOD = 256
 TEXT = "Ünïcödé, 中文 and 🎉\n\nthe end of it"
@@ -75,3 +81,57 @@ def test_stop_string_in_the_last_token() -> None:
     request = Request(prompt=[0], sampling=SamplingConfig(out_seq_length=1), stops=["end"])
     state = SequenceState(request, WordTokenizer(), max_length=9)
     assert (state.add(1, EOD), state.reason) == ("the ", "stop")
+
+
+@pytest.fixture
+def byte_fallback(tmp_path: Path) -> HuggingFaceTokenizer:
+    """Tokenizer as Llama 2's: characters that it lacks are a token for each byte."""
+    vocab = [("<unk>", 0.0), *((f"<0x{i:02X}>", -9.0) for i in range(256))]
+    vocab += [(text, -1.0) for text in ("▁", "▁Once", "▁upon", "日", "O", "n")]
+    tokenizer = HFTokenizer(models.Unigram(vocab, 0, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+    tokenizer.decoder = decoders.Sequence(list(steps))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return HuggingFaceTokenizer(str(tmp_path))
+
+
+def test_a_character_has_the_place_of_its_last_token(byte_fallback: HuggingFaceTokenizer) -> None:
+    ids = byte_fallback.tokenize("Once日🎉 upon")
+    assert len(ids) == 7  # four of them are the bytes of a character
+    text = TokenText(byte_fallback, [])
+    assert [text.add(token) for token in ids] == ["Once", "日", "", "", "", "🎉", " upon"]
+    assert text.finish() == ""
+    after = TokenText(byte_fallback, ids[:1])
+    assert [after.name(token) for token in (*ids[:3], ids[6])] == [
+        " Once",
+        "日",
+        f"token_id:{ids[2]}",
+        " upon",
+    ]
+    after.add(ids[2])
+    assert after.name(ids[3]) == f"token_id:{ids[3]}"
+
+
+@pytest.mark.parametrize("end", range(1, 8))
+def test_segments_join_to_the_text(byte_fallback: HuggingFaceTokenizer, end: int) -> None:
+    ids = byte_fallback.tokenize("Once日🎉 upon")[:end]
+    assert "".join(_segments(ids, byte_fallback)) == byte_fallback.detokenize(ids)
+
+
+@pytest.mark.parametrize("length", range(1, 6))
+def test_a_prompt_may_end_in_characters_of_bytes(byte_fallback: HuggingFaceTokenizer, length: int) -> None:
+    """Context that begins within one of them would make all of them invalid."""
+    prompt = byte_fallback.tokenize("Once" + "🎉" * length)
+    ids = byte_fallback.tokenize("Once" + "🎉" * length + "🎈 upon")[len(prompt) :]
+    stream = TextStream(byte_fallback, prompt)
+    assert [stream.add(token) for token in ids] == ["", "", "", "🎈", " upon"]
+
+
+def test_special_tokens_have_a_text() -> None:
+    class Named(ByteTokenizer):
+        def detokenize(self, ids: Sequence[int]) -> str:
+            return "".join("<end>" if i == EOD else chr(i) for i in ids)
+
+    text = TokenText(Named(), [EOD])
+    assert text.name(EOD) == "<end>" and [text.add(token) for token in (97, EOD, 98)] == ["a", "<end>", "b"]

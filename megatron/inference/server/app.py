@@ -78,12 +78,14 @@ class Service:
         prepare: Callable[[], Completion],
     ) -> Response:
         """Respond to a request for completions, which `prepare` tokenizes."""
-        handle = self.engine.reserve(model, body.count, self.config.request_timeout)
+        param = "messages" if isinstance(body, ChatRequest) else "prompt"
+        handle = self.engine.reserve(model, body.count, self.config.request_timeout, param)
         completion = await self._in_thread(handle, request, prepare)
         handle.start([choice.request for choice in completion.choices])
         self.engine.metrics.prompt_tokens += completion.prompt_tokens
         if not body.stream:
-            return JSONResponse(completion.whole(await _all_events(handle, request)))
+            events = await _all_events(handle, request)
+            return await self._in_thread(handle, request, lambda: JSONResponse(completion.whole(events)))
         deltas = cast(AsyncIterator[TextDelta], handle.events())
         # Wait for the first event: the status can report an error only before the stream begins.
         first = await _while_connected(handle, request, anext(deltas))
@@ -92,15 +94,15 @@ class Service:
     async def nvidia(self, request: Request) -> Response:
         body = await self._read(request, NvidiaRequest)
         model = self._find(None)
-        handle = self.engine.reserve(model, body.count, self.config.request_timeout)
+        handle = self.engine.reserve(model, body.count, self.config.request_timeout, "prompts")
         tokenizer, max_beams = model.tokenizer, model.predictor.rows
         rows, work = await self._in_thread(handle, request, lambda: body.work(tokenizer, max_beams))
         handle.start(work)
         self.engine.metrics.prompt_tokens += sum(map(len, rows))
         events = await _all_events(handle, request)
-        if body.beam_width is None:
-            return JSONResponse(body.answer(rows, events, tokenizer))
-        return JSONResponse(body.beams(rows[0], events[0], tokenizer))
+        return await self._in_thread(
+            handle, request, lambda: JSONResponse(body.response(rows, events, tokenizer))
+        )
 
     async def models(self) -> Response:
         return JSONResponse(
@@ -142,12 +144,12 @@ class Service:
             )
         return models[name]
 
-    async def _in_thread(self, handle: RequestHandle, request: Request, prepare: Callable[[], T]) -> T:
-        """Prepare a request on another thread, since a tokenizer may take long."""
+    async def _in_thread(self, handle: RequestHandle, request: Request, function: Callable[[], T]) -> T:
+        """Tokenize or format a request on another thread, since it may take long."""
         seconds = self.config.request_timeout
         try:
             return await _while_connected(
-                handle, request, asyncio.wait_for(in_daemon_thread(prepare), seconds)
+                handle, request, asyncio.wait_for(in_daemon_thread(function), seconds)
             )
         except asyncio.TimeoutError:
             raise request_timeout(seconds) from None
@@ -292,18 +294,31 @@ class _EventStream(StreamingResponse):
 async def _sse(
     completion: Completion, first: TextDelta, deltas: AsyncIterator[TextDelta]
 ) -> AsyncIterator[str]:
-    if chunk := completion.chunk(first):
-        yield _event(chunk)
+    if chunk := await _chunk(completion, first):
+        yield chunk
     try:
         async for delta in deltas:
-            if chunk := completion.chunk(delta):
-                yield _event(chunk)
+            if chunk := await _chunk(completion, delta):
+                yield chunk
     except ApiError as error:
         yield _event(error.body())
         return
     if completion.includes_usage:
         yield _event(completion.last_chunk())
     yield "data: [DONE]\n\n"
+
+
+async def _chunk(completion: Completion, delta: TextDelta) -> str:
+    """Format a delta; empty if there is nothing to send."""
+
+    def format_delta() -> str:
+        chunk = completion.chunk(delta)
+        return _event(chunk) if chunk else ""
+
+    # The first one may have the log-probabilities of a long prompt.
+    if delta.prompt_logprobs and not completion.choices[delta.index].has_begun:
+        return await in_daemon_thread(format_delta)
+    return format_delta()
 
 
 def _event(value: Any) -> str:

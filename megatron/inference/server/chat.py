@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -112,12 +113,12 @@ class ChatCompletion(Completion):
         if begins or choice["text"]:
             shown["content"] = choice["text"]
         usage = {"usage": None} if self.includes_usage else {}
-        return {**self.head, "choices": [_choice(choice, "delta", shown)], **usage}
+        return {**self.head, "choices": [self._choice(choice, "delta", shown)], **usage}
 
     def whole(self, deltas: Sequence[TextDelta]) -> dict[str, Any]:
         answer = super().whole(deltas)
         answer["choices"] = [
-            _choice(
+            self._choice(
                 choice,
                 "message",
                 {
@@ -131,33 +132,39 @@ class ChatCompletion(Completion):
         return answer
 
     def _take(self, delta: TextDelta) -> dict[str, Any]:
-        """Convert a delta, and leave out whitespace before the first word if the template says so."""
-        choice = self.choices[delta.index].take(delta)
+        """Convert a delta, without the token that ends the answer.
+
+        Leaves out whitespace before the first word if the template says so.
+        """
+        choice = super()._take(dataclasses.replace(delta, end_token=None))
         if self.strips and not self.choices[delta.index].shown:
             choice["text"] = choice["text"].lstrip()
         self.choices[delta.index].shown |= bool(choice["text"])
         self.begun[delta.index] = True
         return choice
 
+    def _choice(self, choice: dict[str, Any], key: str, shown: dict[str, Any]) -> dict[str, Any]:
+        """Convert a choice of a completion to one of a chat."""
+        logprobs = choice["logprobs"]
+        if logprobs is not None:
+            logprobs = {"content": _logprobs(logprobs, self.body.logprobs or 0), "refusal": None}
+        return {
+            "index": choice["index"],
+            key: shown,
+            "logprobs": logprobs,
+            "finish_reason": choice["finish_reason"],
+        }
 
-def _choice(choice: dict[str, Any], key: str, shown: dict[str, Any]) -> dict[str, Any]:
-    """Convert a choice of a completion to one of a chat."""
-    logprobs = choice["logprobs"]
-    return {
-        "index": choice["index"],
-        key: shown,
-        "logprobs": None if logprobs is None else {"content": _logprobs(logprobs), "refusal": None},
-        "finish_reason": choice["finish_reason"],
-    }
 
-
-def _logprobs(lists: dict[str, list]) -> list[dict[str, Any]]:
+def _logprobs(lists: dict[str, list], num_top: int) -> list[dict[str, Any]]:
+    """Convert the lists of a completion, whose `top_logprobs` have the token itself too."""
     rows = zip(lists["tokens"], lists["token_logprobs"], lists["top_logprobs"], strict=True)
     return [
         {
             **_token(name, logprob),
             "top_logprobs": [
-                _token(other, value) for other, value in sorted(top.items(), key=lambda entry: -entry[1])
+                _token(other, value)
+                for other, value in sorted(top.items(), key=lambda entry: -entry[1])[:num_top]
             ],
         }
         for name, logprob, top in rows

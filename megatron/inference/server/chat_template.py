@@ -86,11 +86,13 @@ def _jinja_renderer(source: str, path: Path, settings: dict[str, Any]) -> Callab
     try:
         import jinja2
         from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        from megatron.inference.server.generation_block import GenerationBlock
     except ImportError:
         raise InputError("chat templates need Jinja2: pip install jinja2") from None
     # As transformers renders templates, so that the same text comes out.
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationBlock]
     )
     environment.filters["tojson"] = _to_json
     environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
@@ -104,7 +106,11 @@ def _jinja_renderer(source: str, path: Path, settings: dict[str, Any]) -> Callab
     def render(messages: Sequence[Message]) -> str:
         try:
             return template.render(
-                **tokens, messages=[dict(message) for message in messages], add_generation_prompt=True
+                **tokens,
+                messages=[dict(message) for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
             )
         except Exception as error:  # a template may do anything with the messages
             text = " ".join(str(error).split())
@@ -118,8 +124,17 @@ def _token(value: Any) -> Any:
     return value.get("content") if isinstance(value, dict) else value
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Filter with transformers' arguments; Jinja2's own escapes HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise(message: str) -> None:

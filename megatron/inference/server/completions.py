@@ -18,7 +18,7 @@ from megatron.inference.sampling import SamplingConfig
 from megatron.inference.server.body import Body
 from megatron.inference.server.engine import TextDelta
 from megatron.inference.server.errors import ApiError
-from megatron.inference.server.token_text import TokenText
+from megatron.inference.token_text import TokenText
 from megatron.tokenizer import Tokenizer
 
 # A lower temperature means greedy decoding; dividing logits by it would overflow.
@@ -206,10 +206,11 @@ class ChoiceState:
     def take(self, delta: TextDelta) -> dict[str, Any]:
         """Convert a delta to OpenAI's format."""
         text, logprobs, reason = delta.text, None, delta.reason
-        tokens = [(delta.token, delta.logprob)] if delta.token is not None else []
-        if not self.body.max_tokens:
+        tokens = [(token, delta.logprob) for token in (delta.token, delta.end_token) if token is not None]
+        if self.body.max_tokens:
+            self.generated += delta.token is not None
+        else:
             text, tokens, reason = "", [], "length"
-        self.generated += len(tokens)
         if self.body.echo and not self.has_begun:
             text = self.prompt + text
             prompt = zip(self.prompt_tokens, [None, *delta.prompt_logprobs], strict=False)
@@ -258,9 +259,13 @@ class Completion:
             "total_tokens": prompt + completion,
         }
 
+    def _take(self, delta: TextDelta) -> dict[str, Any]:
+        """Convert a delta to OpenAI's format."""
+        return self.choices[delta.index].take(delta)
+
     def chunk(self, delta: TextDelta) -> dict[str, Any] | None:
         """Return the next chunk of a stream; None if it would be empty."""
-        choice = self.choices[delta.index].take(delta)
+        choice = self._take(delta)
         if not choice["text"] and choice["logprobs"] is None and choice["finish_reason"] is None:
             return None
         usage = {"usage": None} if self.includes_usage else {}
@@ -278,7 +283,7 @@ class Completion:
         """Return the complete response."""
         merged: list[dict[str, Any]] = [{} for _ in self.choices]
         for delta in deltas:
-            new, choice = self.choices[delta.index].take(delta), merged[delta.index]
+            new, choice = self._take(delta), merged[delta.index]
             choice["index"] = new["index"]
             choice["text"] = choice.get("text", "") + new["text"]
             if new["logprobs"] is None:

@@ -37,7 +37,8 @@ class TextDelta:
         index: of the sequence in the request.
         text: final text since the previous delta.
         token: the new token; None if the sequence ended without one.
-        logprob: of the token, if requested.
+        end_token: the end-of-document token, if it ended the sequence.
+        logprob: of `token` or `end_token`, if requested.
         prompt_logprobs: of the prompt's tokens except the first, if requested; the same in every delta.
         reason: why the sequence ended, "stop" or "length"; None before.
     """
@@ -45,6 +46,7 @@ class TextDelta:
     index: int
     text: str
     token: int | None
+    end_token: int | None
     logprob: TokenLogprob | None
     prompt_logprobs: list[TokenLogprob]
     reason: str | None
@@ -65,10 +67,16 @@ Event = TextDelta | list[Hypothesis]
 
 
 class RequestHandle:
-    """A client's request of `count` sequences. Used on the event loop's thread."""
+    """A client's request of `count` sequences. Used on the event loop's thread.
 
-    def __init__(self, engine: ServingEngine, model: ServedModel, count: int, timeout: float) -> None:
-        self.engine, self.model = engine, model
+    Attributes:
+        param: the field of the request that has its prompts.
+    """
+
+    def __init__(
+        self, engine: ServingEngine, model: ServedModel, count: int, timeout: float, param: str
+    ) -> None:
+        self.engine, self.model, self.param = engine, model, param
         self.loop = asyncio.get_running_loop()
         self.open = self.count = count
         self._events: asyncio.Queue[Event | ApiError] = asyncio.Queue()
@@ -184,10 +192,15 @@ class ServedModel:
                 del self.running[sequence]
                 self.engine.fail(handle, ApiError(500, NOT_FINITE))
                 continue
-            at_eod = sequence.reason == "stop" and not sequence.text.stopped
-            token = None if at_eod else sequence.new[-1]
-            logprob = sequence.logprobs[-1] if sequence.logprobs and not at_eod else None
-            delta = TextDelta(index, text, token, logprob, sequence.prompt_logprobs, sequence.reason)
+            delta = TextDelta(
+                index,
+                text,
+                sequence.new[-1] if sequence.end_token is None else None,
+                sequence.end_token,
+                sequence.logprobs[-1] if sequence.logprobs else None,
+                sequence.prompt_logprobs,
+                sequence.reason,
+            )
             deltas.append((handle, delta))
             if sequence.reason is not None:
                 del self.running[sequence]
@@ -208,8 +221,9 @@ class ServedModel:
                     self.running[self._batcher.add(request)] = (handle, index)
             except NonFiniteLogits:
                 self.engine.fail(handle, ApiError(500, NOT_FINITE))
-            except InputError as error:
-                self.engine.fail(handle, ApiError(400, str(error), param="prompt"))
+            except InputError as error:  # no prompt is empty here, so it is too long
+                code = "context_length_exceeded"
+                self.engine.fail(handle, ApiError(400, str(error), param=handle.param, code=code))
 
     def _search(self, handle: RequestHandle, request: BeamSearchRequest) -> None:
         def check() -> None:
@@ -259,8 +273,10 @@ class ServingEngine:
         """True once the time to finish what runs when the server stops is over."""
         return time.monotonic() > self._deadline
 
-    def reserve(self, model: ServedModel, count: int, timeout: float) -> RequestHandle:
+    def reserve(self, model: ServedModel, count: int, timeout: float, param: str) -> RequestHandle:
         """Accept a request of `count` sequences, which must end within `timeout` seconds.
+
+        Errors about prompts name the field `param`.
 
         Nothing that a request costs is spent before this call.
 
@@ -281,7 +297,7 @@ class ServingEngine:
                 headers={"Retry-After": "1"},
             )
         self.in_flight += count
-        return RequestHandle(self, model, count, timeout)
+        return RequestHandle(self, model, count, timeout, param)
 
     def stop(self, seconds: float) -> None:
         """Refuse new requests, and end when those in flight have ended, or after so many seconds.

@@ -15,7 +15,7 @@ from megatron.inference.server.body import Body
 from megatron.inference.server.completions import MIN_TEMPERATURE, MIN_TOP_P, document_start
 from megatron.inference.server.engine import BeamSearchRequest, TextDelta, Work
 from megatron.inference.server.errors import ApiError
-from megatron.inference.server.token_text import TokenText
+from megatron.inference.token_text import TokenText
 from megatron.tokenizer import Tokenizer
 
 
@@ -134,6 +134,14 @@ class NvidiaRequest(Body):
         config = BeamConfig(beam_width=beam_width, length_penalty=self.length_penalty)
         return BeamSearchRequest(prompt=prompt, config=config, length=self.tokens_to_generate, eod=eod)
 
+    def response(
+        self, rows: Sequence[Sequence[int]], events: Sequence[Any], tokenizer: Tokenizer
+    ) -> dict[str, Any]:
+        """Return the response body, from the tokens of the prompts and the engine's events."""
+        if self.beam_width is None:
+            return self.answer(rows, events, tokenizer)
+        return self.beams(rows[0], events[0], tokenizer)
+
     def answer(
         self, rows: Sequence[Sequence[int]], deltas: Sequence[TextDelta], tokenizer: Tokenizer
     ) -> dict[str, list | None]:
@@ -148,8 +156,8 @@ class NvidiaRequest(Body):
                 texts[i] += delta.text
                 if delta.token is not None:
                     tokens[i].append(delta.token)
-                if delta.logprob is not None:
-                    logprobs[i].append(delta.logprob.logprob)
+                    if delta.logprob is not None:
+                        logprobs[i].append(delta.logprob.logprob)
         segments = [_segments(row, tokenizer) for row in tokens]
         return {"text": texts, "segments": segments, "logprobs": logprobs if self.logprobs else None}
 
@@ -166,5 +174,7 @@ class NvidiaRequest(Body):
 
 
 def _segments(row: Sequence[int], tokenizer: Tokenizer) -> list[str]:
-    texts = TokenText(tokenizer, [])
-    return [texts.add(token) for token in row]
+    text = TokenText(tokenizer, [])
+    segments = [text.add(token) for token in row]
+    segments[-1] += text.finish()
+    return segments
