@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
 
 from megatron.inference.predictor import NonFiniteLogits, Predictor, check_prompt
 from megatron.inference.sampling import Sampler, SamplingConfig, sample_tokens
-from megatron.inference.text import TextStream
+from megatron.inference.text import TextStream, end_tokens
 from megatron.tokenizer import Tokenizer
 
 # Prompt tokens of one prefill, during which the other sequences wait.
@@ -53,7 +53,7 @@ class SequenceState:
 
     Attributes:
         new: generated tokens.
-        end_token: the end-of-document token that ended the sequence, which is not in `new`; None before.
+        end_token: the token that ended the sequence (`end_tokens`), which is not in `new`; None before.
         logprobs: of the generated tokens and `end_token`, if requested.
         prompt_logprobs: of the prompt's tokens except the first, if requested, once the prompt has been processed.
         reason: why generation ended: "stop", "length", or "error" if the logits were not finite; None before.
@@ -72,9 +72,9 @@ class SequenceState:
         self.sampler = Sampler(request.sampling, self.tokens, generator)
         self.text = TextStream(tokenizer, request.prompt, request.stops)
 
-    def add(self, token: int, eod: int | None) -> str:
-        """Append the next token and return the text that is final with it."""
-        if token == eod:
+    def add(self, token: int, ends: Collection[int]) -> str:
+        """Append the next token, unless it is one of `ends`, and return the text that is final with it."""
+        if token in ends:
             self.reason, self.end_token = "stop", token
             return self.text.finish()
         self.tokens.append(token)
@@ -100,7 +100,7 @@ class Batcher:
 
     def __init__(self, predictor: Predictor, tokenizer: Tokenizer) -> None:
         self.predictor, self.tokenizer = predictor, tokenizer
-        self.eod = tokenizer.special_ids.get("eod")
+        self.ends = end_tokens(tokenizer)
         self.waiting: collections.deque[SequenceState] = collections.deque()
         # In the order of their rows in the cache.
         self.running: list[SequenceState] = []
@@ -203,7 +203,7 @@ class Batcher:
             if sequence.request.top_logprobs is not None:
                 own = torch.tensor([token])
                 sequence.logprobs += _logprobs(logits_nv[i : i + 1], own, sequence.request.top_logprobs)
-            texts.append(sequence.add(token, self.eod))
+            texts.append(sequence.add(token, self.ends))
         return texts
 
     def _remove(self, sequence: SequenceState) -> None:

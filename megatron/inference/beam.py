@@ -44,13 +44,14 @@ def beam_search(
     config: BeamConfig,
     *,
     length: int,
-    eod: int | None,
+    ends: Collection[int],
     check: Callable[[], None] = lambda: None,
 ) -> list[Hypothesis]:
     """Return the `config.beam_width` best continuations of at most `length` tokens, the best first.
 
-    The predictor needs a row for each beam. A beam ends at `eod`, which counts for its length but is not among its
-    tokens. The search ends when that many beams have ended and no open beam scores better than the worst of them.
+    The predictor needs a row for each beam. A beam ends at a token of `ends`, which counts for its length but is not
+    among its tokens. The search ends when that many beams have ended and no open beam scores better than the worst of
+    them.
 
     Args:
         check: called before each forward pass; may raise to cancel the search.
@@ -59,7 +60,7 @@ def beam_search(
         InputError: the prompt is empty, or leaves no room for a token.
         NonFiniteLogits: the model computed NaN or infinity.
     """
-    width, eods = config.beam_width, 0 if eod is None else 1
+    width = config.beam_width
     assert width is not None
     check_prompt(prompt, predictor.length)
     length = min(length, predictor.length - len(prompt))
@@ -76,17 +77,17 @@ def beam_search(
         logprobs_nv = logits_nv.log_softmax(-1).double()
         for i, (score, _) in enumerate(beams):
             logprobs_nv[i] += score
-        best = logprobs_nv.flatten().topk(min((1 + eods) * width, logprobs_nv.numel()))
+        best = logprobs_nv.flatten().topk(min((1 + len(ends)) * width, logprobs_nv.numel()))
         candidates = [
             (score, *divmod(index, predictor.vocab_size))
             for score, index in zip(best.values.tolist(), best.indices.tolist(), strict=True)
         ]
         for score, beam, token in candidates[:width]:
-            if token == eod:
+            if token in ends:
                 heapq.heappush(ended, Hypothesis(score / count**config.length_penalty, beams[beam][1]))
         while len(ended) > width:
             heapq.heappop(ended)
-        kept = [candidate for candidate in candidates if candidate[2] != eod][:width]
+        kept = [candidate for candidate in candidates if candidate[2] not in ends][:width]
         sources = [beam for _, beam, _ in kept]
         beams = [(score, (*beams[beam][1], token)) for score, beam, token in kept]
         if len(ended) == width and ended[0].score >= beams[0][0] / count**config.length_penalty:

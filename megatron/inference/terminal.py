@@ -22,7 +22,7 @@ from megatron.inference.beam import BeamConfig, beam_search
 from megatron.inference.predictor import Predictor, check_prompt
 from megatron.inference.prompts import document_start, read_prompts
 from megatron.inference.sampling import SamplingConfig
-from megatron.inference.text import TextStream
+from megatron.inference.text import TextStream, end_tokens
 from megatron.inference.token_text import TokenText
 from megatron.tokenizer import Tokenizer
 
@@ -169,7 +169,7 @@ class _Writer:
             tokens,
             self.beam,
             length=self.sampling.out_seq_length,
-            eod=self.tokenizer.special_ids.get("eod"),
+            ends=end_tokens(self.tokenizer),
         )[0]
         stream, text = TextStream(self.tokenizer, tokens, self.config.stop or ()), ""
         for token in best.tokens:

@@ -4,12 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron.errors import InputError
 from megatron.tokenizer import Tokenizer
+from megatron.tokenizer.base import read_json
 
 # Preceding tokens that the text of new ones may depend on, such as spaces in some tokenizers; and tokens to wait for an
 # incomplete character, which has at most four bytes.
 CONTEXT_TOKENS, MAX_INCOMPLETE_TOKENS = 6, 4
 INCOMPLETE = "\ufffd"
+
+
+def end_tokens(tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the tokens that end a text: the end of a document, and what a Hugging Face model adds to it.
+
+    Chat models list the end of a turn under "eos_token_id" of their generation_config.json only.
+
+    Raises:
+        InputError: that file is malformed.
+    """
+    ends: set[int] = {tokenizer.special_ids["eod"]} if "eod" in tokenizer.special_ids else set()
+    for file in tokenizer.files:
+        if file.name == "generation_config.json":
+            settings = read_json(str(file))
+            listed = settings.get("eos_token_id") if isinstance(settings, dict) else None
+            listed = listed if isinstance(listed, list) else [] if listed is None else [listed]
+            if not all(type(token) is int for token in listed):
+                raise InputError(f"{file}: eos_token_id is not a token id or a list of them")
+            ends.update(token for token in listed if 0 <= token < tokenizer.vocab_size)
+    return frozenset(ends)
 
 
 class TextStream:

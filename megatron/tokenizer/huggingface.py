@@ -47,7 +47,8 @@ class HuggingFaceTokenizer(Tokenizer):
         self._tokenizer.no_padding()
         config = file.with_name("tokenizer_config.json")
         has_config = file.name == "tokenizer.json" and config.is_file()
-        beside = (config, file.with_name("chat_template.jinja")) if has_config else ()
+        names = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+        beside = map(file.with_name, names) if has_config else ()
         super().__init__(
             "HuggingFaceTokenizer",
             files=[file, *(path for path in beside if path.is_file())],

@@ -26,7 +26,7 @@ PATHS = ("vocab_file", "merge_file", "tokenizer_model")
 # Settings that decide the ids beside type and files.
 SETTINGS = ("tiktoken_pattern", "tiktoken_num_special_tokens")
 # These files decide no ids but that of the end of a document, which is compared by itself.
-ROLES = ("tokenizer_config.json", "chat_template.jinja")
+ROLES = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -169,7 +169,7 @@ def test_beam_search_equals_transformers(folder: Path, width: int, penalty: floa
     predictor = make_batcher(folder).predictor
     for prompt in PROMPTS[:4]:
         config = BeamConfig(beam_width=width, length_penalty=penalty)
-        found = beam_search(predictor, prompt, config, length=LENGTH, eod=EOD)
+        found = beam_search(predictor, prompt, config, length=LENGTH, ends={EOD})
         out = generate_with_transformers(
             folder, prompt, num_beams=width, length_penalty=penalty, num_return_sequences=width
         )
@@ -178,6 +178,28 @@ def test_beam_search_equals_transformers(folder: Path, width: int, penalty: floa
         if width > 1:
             scores = [hypothesis.score for hypothesis in found]
             assert scores == pytest.approx(out.sequences_scores.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("width", [None, 3])
+def test_texts_end_at_each_of_several_tokens(folder: Path, width: int | None) -> None:
+    """As transformers with a list of eos_token_id, which chat models have for the end of a turn."""
+    batcher = make_batcher(folder)
+    for prompt in PROMPTS[:3]:
+        whole = generate_with_transformers(folder, prompt).sequences[0, len(prompt) :].tolist()
+        ends = {EOD, *whole[5:10:4]}
+        settings = {} if width is None else {"num_beams": width, "length_penalty": 1.0}
+        out = generate_with_transformers(folder, prompt, eos_token_id=sorted(ends), **settings)
+        expected = out.sequences[0, len(prompt) :].tolist()
+        expected = expected[: next((i for i, token in enumerate(expected) if token in ends), None)]
+        if width is None:
+            batcher.ends = frozenset(ends)
+            (state,) = run_requests(batcher, [request(prompt, top_logprobs=0)])
+            assert (state.new, state.reason) == (expected, "stop") and len(expected) <= 5
+            assert state.end_token in ends and len(state.logprobs) == len(expected) + 1
+        else:
+            config = BeamConfig(beam_width=width)
+            found = beam_search(batcher.predictor, prompt, config, length=LENGTH, ends=ends)
+            assert list(found[0].tokens) == expected
 
 
 SAMPLED = [
@@ -245,7 +267,7 @@ def test_a_beam_search_can_be_cancelled_before_each_forward_pass(folder: Path) -
     for passes in (0, 1, 2):
         done.clear()
         with pytest.raises(InterruptedError):
-            beam_search(predictor, [3, 1], BeamConfig(beam_width=3), length=9, eod=None, check=cancel)
+            beam_search(predictor, [3, 1], BeamConfig(beam_width=3), length=9, ends=(), check=cancel)
         assert len(done) == passes
 
 
@@ -258,7 +280,7 @@ class Outputs(NamedTuple):
 def outputs_of(batcher: Batcher) -> Outputs:
     texts = generate(batcher, [*SAMPLED, *map(request, PROMPTS)])
     (scored,) = run_requests(batcher, [request(PROMPTS[2], prompt_logprobs=True)])
-    beams = beam_search(batcher.predictor, [3, 1], BeamConfig(beam_width=3), length=9, eod=None)
+    beams = beam_search(batcher.predictor, [3, 1], BeamConfig(beam_width=3), length=9, ends=())
     return Outputs(texts, [x.logprob for x in scored.prompt_logprobs], [beam.tokens for beam in beams])
 
 

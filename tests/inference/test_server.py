@@ -328,7 +328,7 @@ def test_nvidia_api(served, model) -> None:
 
     body = {"prompts": ["3 1"], "tokens_to_generate": 9, "beam_width": 3, "stop_token": 5}
     answer = HTTP.put(f"{served[0]}/api", json=body).json()
-    beams = beam_search(predictor, [3, 1], BeamConfig(beam_width=3), length=9, eod=5)
+    beams = beam_search(predictor, [3, 1], BeamConfig(beam_width=3), length=9, ends={5})
     assert answer["text"] == [words([3, 1, *beam.tokens]) for beam in beams]
     assert answer["scores"] == [beam.score for beam in beams]
 

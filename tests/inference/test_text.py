@@ -80,7 +80,7 @@ def test_stop_string_in_the_last_token() -> None:
 
     request = Request(prompt=[0], sampling=SamplingConfig(out_seq_length=1), stops=["end"])
     state = SequenceState(request, WordTokenizer(), max_length=9)
-    assert (state.add(1, EOD), state.reason) == ("the ", "stop")
+    assert (state.add(1, {EOD}), state.reason) == ("the ", "stop")
 
 
 @pytest.fixture

@@ -23,11 +23,13 @@ from megatron.commands.convert_checkpoint import main
 from megatron.errors import InputError, TrainingFault
 from megatron.inference.config import InferenceConfig
 from megatron.inference.load import load_gpt
+from megatron.inference.text import end_tokens
 from megatron.interop.huggingface import read
 from megatron.interop.huggingface.families import FAMILIES
 from megatron.model.gpt import GPTModel
 from megatron.parallel.mesh import Mesh
 from megatron.tokenizer.config import TokenizerConfig
+from megatron.tokenizer.huggingface import HuggingFaceTokenizer
 from megatron.tokenizer.train import train_bpe
 
 CPU = torch.device("cpu")
@@ -80,6 +82,28 @@ def test_round_trip_with_a_tokenizer(tmp_path: Path, capsys, kind: str) -> None:
     direct = model_of(again)
     for (name, a), b in zip(direct.named_parameters(), model_of(ours).parameters(), strict=True):
         assert a.equal(b), name
+
+
+def test_the_ends_of_a_chat_model(tmp_path: Path) -> None:
+    """Only generation_config.json lists the end of a turn. Checkpoints and exports keep it."""
+    theirs, ours, again = (tmp_path / name for name in ("theirs", "ours", "again"))
+    save_hf(theirs, "llama", vocab_size=300)
+    add_tokenizer(theirs, ("tokenizer.json", "tokenizer_config.json"))
+    path = theirs / "generation_config.json"
+    path.write_text('{"eos_token_id": [7, 299999]}')
+    convert("huggingface", "native", theirs, ours)
+    _, tokenizer = load_gpt(InferenceConfig(load=str(ours)), TokenizerConfig(), Mesh(device=CPU))
+    assert end_tokens(tokenizer) == {7, tokenizer.eod} and tokenizer.eod != 7
+    convert("native", "huggingface", ours, again)
+    import transformers
+
+    assert transformers.GenerationConfig.from_pretrained(again).eos_token_id == [7, 299999]
+    for content, ends in (('{"eos_token_id": 7}', {7}), ("{}", set()), ('{"eos_token_id": null}', set())):
+        path.write_text(content)
+        assert end_tokens(HuggingFaceTokenizer(str(theirs))) == {tokenizer.eod, *ends}
+    path.write_text('{"eos_token_id": ["7"]}')
+    with pytest.raises(InputError, match=r"generation_config.json: eos_token_id is not a token id or a list"):
+        end_tokens(HuggingFaceTokenizer(str(theirs)))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import functools
 import math
 import queue
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 
 from megatron.errors import InputError
 from megatron.inference.batching import Batcher, Request, SequenceState, TokenLogprob
@@ -37,7 +37,7 @@ class TextDelta:
         index: of the sequence in the request.
         text: final text since the previous delta.
         token: the new token; None if the sequence ended without one.
-        end_token: the end-of-document token, if it ended the sequence.
+        end_token: the token that ended the sequence, if it is not part of it.
         logprob: of `token` or `end_token`, if requested.
         prompt_logprobs: of the prompt's tokens except the first, if requested; the same in every delta.
         reason: why the sequence ended, "stop" or "length"; None before.
@@ -59,7 +59,7 @@ class BeamSearchRequest:
     prompt: Sequence[int]
     config: BeamConfig
     length: int
-    eod: int | None
+    ends: Collection[int]
 
 
 Work = Sequence[Request] | BeamSearchRequest
@@ -236,7 +236,7 @@ class ServedModel:
                 request.prompt,
                 request.config,
                 length=request.length,
-                eod=request.eod,
+                ends=request.ends,
                 check=check,
             )
             self.engine.deliver_beams(handle, hypotheses)

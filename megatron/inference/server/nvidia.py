@@ -15,6 +15,7 @@ from megatron.inference.server.body import Body
 from megatron.inference.server.completions import MIN_TEMPERATURE, MIN_TOP_P, document_start
 from megatron.inference.server.engine import BeamSearchRequest, TextDelta, Work
 from megatron.inference.server.errors import ApiError
+from megatron.inference.text import end_tokens
 from megatron.inference.token_text import TokenText
 from megatron.tokenizer import Tokenizer
 
@@ -124,15 +125,15 @@ class NvidiaRequest(Body):
                 f"beam_width: {beam_width} is too large; the server has --max-batch-size {rows}",
                 param="beam_width",
             )
-        eod = tokenizer.special_ids.get("eod") if self.stop_token is None else self.stop_token
-        if eod is not None and not 0 <= eod < tokenizer.vocab_size:
+        ends = end_tokens(tokenizer) if self.stop_token is None else {self.stop_token}
+        if self.stop_token is not None and not 0 <= self.stop_token < tokenizer.vocab_size:
             raise ApiError(
                 400,
-                f"stop_token: {eod} is not a token id; give 0 to {tokenizer.vocab_size - 1}",
+                f"stop_token: {self.stop_token} is not a token id; give 0 to {tokenizer.vocab_size - 1}",
                 param="stop_token",
             )
         config = BeamConfig(beam_width=beam_width, length_penalty=self.length_penalty)
-        return BeamSearchRequest(prompt=prompt, config=config, length=self.tokens_to_generate, eod=eod)
+        return BeamSearchRequest(prompt=prompt, config=config, length=self.tokens_to_generate, ends=ends)
 
     def response(
         self, rows: Sequence[Sequence[int]], events: Sequence[Any], tokenizer: Tokenizer
