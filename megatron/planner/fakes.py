@@ -22,7 +22,7 @@ from megatron.context_parallel.blocks import Block
 from megatron.data.zigzag import Zigzag
 from megatron.model.moe import dispatch, layer, router
 from megatron.model.moe_config import MoEConfig
-from megatron.ops import scored_attention
+from megatron.ops import norm, scored_attention
 from megatron.ops.attention import MaskSpec
 from megatron.ops.cpu import document_attention
 from megatron.ops.scored_attention import Pairs, ScoreRules
@@ -150,6 +150,10 @@ def _gpu_dropout(x: Tensor, p: float) -> Tensor:
     return torch.native_dropout(x, p, True)[0]
 
 
+def _gpu_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+    return F.layer_norm(x, weight.shape, weight.to(x.dtype), bias.to(x.dtype), epsilon)
+
+
 def _gpu_rms_norm(x: Tensor, shape: torch.Size, weight: Tensor, epsilon: float) -> Tensor:
     return _RMSNorm.apply(x, weight)
 
@@ -251,6 +255,7 @@ ON_A_GPU: Replacements = {
     (F, "dropout"): _gpu_dropout,
     (F, "scaled_dot_product_attention"): _gpu_attention,
     (F, "rms_norm"): _gpu_rms_norm,
+    (norm, "cpu_half_layer_norm"): _gpu_layer_norm,
     (flex_attention, "flex_attention"): _gpu_document_attention,
     (torch, "addmm"): _gpu_addmm,
 }

@@ -16,6 +16,7 @@ from megatron.model.context import ModelContext
 from megatron.model.moe.experts import Experts
 from megatron.model.moe.router import Router
 from megatron.model.moe_config import MoEConfig
+from megatron.ops.embedding import embedding
 from megatron.parallel.parameters import Init, parameter, zeros
 from megatron.parallel.slices import GlobalSlice, whole
 
@@ -46,9 +47,9 @@ class BiasedExperts(Experts):
         numbers = torch.as_tensor(counts, device=x_mh.device)
         local = torch.arange(len(self.local), device=x_mh.device)
         expert_m = torch.repeat_interleave(local, numbers, output_size=len(x_mh))
-        bias2 = self.bias2.view(len(local), -1)[expert_m]
+        bias2 = embedding(expert_m, self.bias2.view(len(local), -1))
         x_mf = self.product(x_mh, self.weight1, counts, transposed=False)
-        x_mf = x_mf + self.bias1.view(len(local), -1)[expert_m]
+        x_mf = x_mf + embedding(expert_m, self.bias1.view(len(local), -1))
         x_mf = self.ops.activation(x_mf, self.activation)
         weights_m1 = weights_m.unsqueeze(1).to(x_mf.dtype)
         out_mh = self.product(x_mf * weights_m1, self.weight2, counts, transposed=True)

@@ -12,8 +12,9 @@ from models import CPU, config_of
 
 from megatron.arguments import parse_run_config
 from megatron.errors import InputError
+from megatron.model.context import ModelContext
 from megatron.model.gpt import GPTModel
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.mesh import ALONE, Mesh
 from megatron.plugins import run
 from megatron.pretrain_gpt import DEFAULTS, GPT
 from megatron.training.build import build_engine
@@ -70,6 +71,24 @@ def test_experts_equal_the_definition(flags: str) -> None:
         strict=True,
     ):
         torch.testing.assert_close(ours.main_grad.double(), theirs.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_of_many_rows_accumulate_in_bf16() -> None:
+    """Each row adds 1 to the gradient of the second bias: a sum in bf16 ends at 256."""
+    config, rows = config_of(MIXTURE).model, 1024
+    experts = BiasedExperts(config, ModelContext(vocab_size=60, padded_vocab_size=64, tp=ALONE)).bfloat16()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in experts.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) / 4)
+    x = torch.randn(1, 32, generator=generator).bfloat16()
+    grads = []
+    for copies in (1, rows):  # the gradient of equal rows is a multiple of that of one
+        out = experts(x.repeat(copies, 1), torch.ones(copies), [copies, 0, 0, 0])
+        biases = [experts.bias1, experts.bias2]
+        grads.append([g.double() for g in torch.autograd.grad(out, biases, torch.ones_like(out))])
+    assert grads[1][1].tolist() == [rows] * 32 + [0] * 96
+    torch.testing.assert_close(grads[1][0], rows * grads[0][0], rtol=1e-2, atol=0)
 
 
 def test_the_activation_is_clamped() -> None:
