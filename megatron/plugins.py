@@ -49,7 +49,7 @@ from megatron.planner.device_specs import peak_flops
 from megatron.recipes.exit import Exit
 from megatron.recipes.expert_balance import ExpertBias, LastLoad
 from megatron.recipes.extension import Extension
-from megatron.recipes.freeze import FreezeCheck, Frozen
+from megatron.recipes.freeze import FreezeCheck, Frozen, FrozenBias
 from megatron.recipes.length import with_epochs
 from megatron.recipes.loss_scale import make_loss_scaler
 from megatron.recipes.rampup import with_rampup
@@ -110,7 +110,7 @@ BATCH_CHECKS[:] = [check_full_groups, check_schedule, check_depths, check_graphe
 OPS_HOOKS[:] = [context_parallel_ops]
 MODEL_HOOKS[:] = [check_model_memory, use_fp8, offload_activations]
 ENGINE_HOOKS[:] = [post_validate]
-FIRST_OPTIMIZERS[:] = [Frozen, ExpertBias, LastLoad]
+FIRST_OPTIMIZERS[:] = [FrozenBias, ExpertBias, LastLoad, Frozen]
 RESUME_NOTES[:] = [resume_notes]
 START_CHECKS[:] = [check_gloo_on_gpu, check_same_everywhere, check_same_data]
 STEP_RULES[:] = [make_loss_scaler, make_spike_rule]

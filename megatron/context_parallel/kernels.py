@@ -28,7 +28,7 @@ def partial_attention(
         mask_bnst: true where a query may attend to a key; b and n may be 1. None means everywhere or, with `causal`, to
             no later key, with s = t.
     """
-    if not q_bnsd.is_cuda:
+    if _takes_cpu_flash(q_bnsd, v_bgtw):
         width = v_bgtw.shape[-1]
         out_bnsd, lse_bns = aten._scaled_dot_product_flash_attention_for_cpu(
             q_bnsd,
@@ -58,7 +58,7 @@ def partial_attention_backward(
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the queries, keys and values from the gradient, the output and the lse over all keys."""
-    if not q_bnsd.is_cuda:
+    if _takes_cpu_flash(q_bnsd, v_bgtw):
         width = v_bgtw.shape[-1]
         grad_q, grad_k, grad_v = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             _padded(grad_bnsw, q_bnsd),
@@ -138,6 +138,11 @@ def _takes_flash(q_bnsd: Tensor, v_bgtw: Tensor, mask_bnst: Tensor | None) -> bo
     """True if FlashAttention computes this on a GPU: 16 bits, no mask, widths that are equal multiples of 8."""
     d, w = q_bnsd.shape[-1], v_bgtw.shape[-1]
     return mask_bnst is None and q_bnsd.dtype in (torch.float16, torch.bfloat16) and d == w and d % 8 == 0
+
+
+def _takes_cpu_flash(q_bnsd: Tensor, v_bgtw: Tensor) -> bool:
+    """True if torch's CPU kernel computes this: values no wider than keys, to whose width they are padded."""
+    return not q_bnsd.is_cuda and v_bgtw.shape[-1] <= q_bnsd.shape[-1]
 
 
 def _padded(x: Tensor, q_bnsd: Tensor) -> Tensor:

@@ -123,8 +123,8 @@ class ModelConfig(MoEConfig, LatentAttentionConfig):
     fp32_residual_connection: bool = flag(
         False, "with --bf16 or --fp16: keep the residual stream, also between pipeline stages, in fp32"
     )
-    attention_dropout: float = flag(0.1, "dropout of attention probabilities", low=0, high=1)
-    hidden_dropout: float = flag(0.1, "dropout of embeddings and of the output of each block", low=0, high=1)
+    attention_dropout: float = flag(0.1, "dropout of attention probabilities", low=0, below=1)
+    hidden_dropout: float = flag(0.1, "dropout of embeddings and of the output of each block", low=0, below=1)
     init_method_std: float = flag(0.02, "standard deviation of the initial weights", low=0)
     init_method_xavier_uniform: bool = flag(
         False, "Xavier uniform initialization of the layers that read the residual stream"

@@ -66,12 +66,14 @@ class OptimizerSpec(ABC):
         on_host: master weights and state are in host memory.
         counts: the gradients are counts, which are summed in fp32 even with --grad-reduce-in-bf16. Each replica updates
             all of these parameters, which the model reads and checkpoints hold in fp32 (`parameters.master`).
+        trains: false if the parameters are not trained.
     """
 
     config_class: ClassVar[type[Config]] = Config
     state: Mapping[str, str]
     on_host: bool = False
     counts: bool = False
+    trains: bool = True
 
     @classmethod  # noqa: B027 (most optimizers need no check)
     def check(cls, config: Any) -> None:

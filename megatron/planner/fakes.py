@@ -22,9 +22,9 @@ from megatron.context_parallel.blocks import Block
 from megatron.data.zigzag import Zigzag
 from megatron.model.moe import dispatch, layer, router
 from megatron.model.moe_config import MoEConfig
-from megatron.ops import norm, scored_attention
+from megatron.ops import scored_attention
 from megatron.ops.attention import MaskSpec
-from megatron.ops.cpu import document_attention
+from megatron.ops.cpu import document_attention, norm
 from megatron.ops.scored_attention import Pairs, ScoreRules
 from megatron.parallel.collectives import Pending
 from megatron.parallel.config import ParallelConfig
@@ -255,7 +255,7 @@ ON_A_GPU: Replacements = {
     (F, "dropout"): _gpu_dropout,
     (F, "scaled_dot_product_attention"): _gpu_attention,
     (F, "rms_norm"): _gpu_rms_norm,
-    (norm, "cpu_half_layer_norm"): _gpu_layer_norm,
+    (norm, "half_layer_norm"): _gpu_layer_norm,
     (flex_attention, "flex_attention"): _gpu_document_attention,
     (torch, "addmm"): _gpu_addmm,
 }

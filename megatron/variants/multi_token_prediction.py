@@ -9,6 +9,7 @@ Shapes in names: s sequence (with sequence parallelism this rank's part for hidd
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -119,7 +120,7 @@ class MTPBlock(nn.Module):
 class MTPModel(GPTModel):
     """A GPT, or one chunk of its layers, whose last chunk also predicts later tokens in training.
 
-    `forward` is GPT's: logits and losses of the next token.
+    `forward` is GPT's, logits and losses of the next token, unless it gets `mtp_batch`.
     """
 
     def __init__(self, config: ModelConfig, context: ModelContext, chunk: Chunk | None = None) -> None:
@@ -135,6 +136,34 @@ class MTPModel(GPTModel):
         """The word embeddings, or the last stage's copy of them, if this chunk has them."""
         own = None if self.mtp is None else self.mtp.word_embeddings
         return super().word_embeddings if own is None else own
+
+    def forward(
+        self,
+        tokens_bs: Tensor,
+        position_ids_bs: Tensor,
+        *,
+        hidden_sbh: Tensor | None = None,
+        dropout_key: DropoutKey | None = None,
+        mtp_batch: GPTBatch | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """As `GPTModel.forward`; with `mtp_batch`, which has the other arguments, the last chunk returns
+        `loss_sums`."""
+        if mtp_batch is None:
+            return super().forward(
+                tokens_bs, position_ids_bs, hidden_sbh=hidden_sbh, dropout_key=dropout_key, **others
+            )
+        inputs = self.layer_inputs(
+            position_ids_bs,
+            mtp_batch.document_ids,
+            None,
+            dropout_key=dropout_key,
+            sequence_grad=mtp_batch.sequence_grad,
+        )
+        hidden_sbh = self.transform(self.decoder, tokens_bs, position_ids_bs, inputs, hidden_sbh)
+        if self.mtp is None:
+            return hidden_sbh
+        return self.loss_sums(hidden_sbh, inputs, MTPBatch.of(mtp_batch, len(self.mtp.layers)))
 
     def loss_sums(self, hidden_sbh: Tensor, inputs: LayerInputs, batch: MTPBatch) -> Tensor:
         """Sums over the batch of the losses of each depth from 0, the next token, to D, [1 + D] fp32.
@@ -224,10 +253,4 @@ def with_mtp(config: RunConfig, task: Task) -> Task:
 
 def forward(model: MTPModel, batch: GPTBatch, hidden: Tensor | None, key: DropoutKey | None) -> Tensor:
     """`Task.forward`."""
-    inputs = model.layer_inputs(
-        batch.position_ids, batch.document_ids, None, dropout_key=key, sequence_grad=batch.sequence_grad
-    )
-    hidden = model.transform(model.decoder, batch.tokens, batch.position_ids, inputs, hidden)
-    if model.mtp is None:
-        return hidden
-    return model.loss_sums(hidden, inputs, MTPBatch.of(batch, len(model.mtp.layers)))
+    return model(batch.tokens, batch.position_ids, hidden_sbh=hidden, dropout_key=key, mtp_batch=batch)

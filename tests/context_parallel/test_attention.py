@@ -260,7 +260,7 @@ def test_causal_work_is_equal_on_all_ranks(size: int) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["mask", "causal", "all"])
-@pytest.mark.parametrize("width", [WIDTH, 10])
+@pytest.mark.parametrize("width", [WIDTH, 10, 24])
 def test_partial_attention_is_its_formula(kernel: str, width: int) -> None:
     torch.manual_seed(0)
     q, grad = torch.randn(2, 4, 12, WIDTH), torch.randn(2, 4, 12, width)

@@ -9,6 +9,7 @@ import json
 import os
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,9 @@ from megatron.checkpoint import save as save_module
 from megatron.errors import TrainingFault
 from megatron.plugins import run
 from megatron.pretrain_gpt import DEFAULTS, GPT
+from megatron.training import build
+from megatron.training.config import RunConfig
+from megatron.training.stage import StageModel
 
 FLAGS = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 250 --num-layers 4 --hidden-size 32
@@ -45,7 +49,8 @@ class Injection:
     calls: tuple[int, ...]
     backward: bool = False
 
-    def task(self, rank: int):
+    def attach(self, config: RunConfig, model: StageModel, device: torch.device) -> None:
+        """As a function of `MODEL_HOOKS`."""
         count = 0
 
         def inject(_: object, __: object, out: torch.Tensor | tuple) -> torch.Tensor | tuple:
@@ -60,22 +65,19 @@ class Injection:
                 x = x + torch.where(torch.arange(x.shape[-1]) == 3, torch.nan, 0.0).to(x.dtype)
             return (x, *rest) if isinstance(out, tuple) else x
 
-        def build_model(*arguments: object) -> torch.nn.Module:
-            model = GPT.build_model(*arguments)
-            for path, module in model.named_modules():
-                if rank == self.rank and path == self.module:
+        for chunk in model.modules:
+            for path, module in chunk.named_modules():
+                if int(os.environ["RANK"]) == self.rank and path == self.module:
                     module.register_forward_hook(inject)
-            return model
-
-        return dataclasses.replace(GPT, build_model=build_model)
 
 
 def train(flags: str, injection: Injection) -> tuple[str, str]:
     """Train; return the error that ended the run, and this rank's output."""
     config = parse_run_config(f"{FLAGS} {flags}".split(), description="", defaults=DEFAULTS)
-    with contextlib.redirect_stdout(io.StringIO()) as output:
+    hooks = [*build.MODEL_HOOKS, injection.attach]
+    with contextlib.redirect_stdout(io.StringIO()) as output, mock.patch.object(build, "MODEL_HOOKS", hooks):
         try:
-            run(config, injection.task(int(os.environ["RANK"])))
+            run(config, GPT)
         except TrainingFault as fault:
             return f"{type(fault).__name__}: {fault}", output.getvalue()
     return "", output.getvalue()
@@ -125,6 +127,12 @@ CASES = {
         "--data-parallel-sharding-strategy optim_grads_params --overlap-grad-reduce --bf16",
         Injection(1, "decoder.layers.3.mlp.linear_fc1", calls(2, 1, 4, 4)),
         "rank 1, microbatch 1",
+    ),
+    "P2 MTP": (
+        2,
+        f"{PP} 2 --mtp-num-layers 1 --position-embedding-type rope",
+        Injection(1, "mtp.layers.0.eh_proj", calls(2, 5, 8, 4)),
+        "rank 1, microbatch 5",
     ),
     "D2+ZeRO": (
         2,

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from distributed import run_distributed
+from models import CPU, config_of, engine_of
 from safetensors.torch import load_file
 
 from megatron.arguments import parse_run_config
 from megatron.errors import InputError
+from megatron.parallel.mesh import Mesh
 from megatron.plugins import run
 from megatron.pretrain_gpt import GPT
 from megatron.recipes.config import FreezeConfig
@@ -25,6 +27,10 @@ FLAGS = """
     --distributed-timeout-minutes 1
 """
 FREEZE = "--freeze embedding.* --freeze *.layers.1.mlp.*"
+MIXTURE = """
+    --num-experts 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias --disable-bias-linear
+    --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1
+"""
 TP, PP, ZERO = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--use-distributed-optimizer"
 
 
@@ -83,6 +89,29 @@ def test_frozen_gradients_do_not_count(tmp_path: Path) -> None:
     assert sum(norm**2 for norm in norms) == pytest.approx(whole**2, rel=1e-5)
 
 
+def test_zeros_of_frozen_gradients_do_not_count() -> None:
+    engine = engine_of(Mesh(device=CPU), config_of("--log-num-zeros-in-grad --freeze embedding.*"))
+    for param in engine.buffer.flat_params:
+        param.view(engine.buffer.grads).fill_(1.0)
+    *_, last = (param for param in engine.buffer.flat_params if param.name.startswith("decoder."))
+    last.view(engine.buffer.grads)[:3] = 0.0
+    assert engine.optimizer.step(lr=0.0, weight_decay=0.0)["num zeros"].item() == 3
+
+
+@pytest.mark.parametrize("pattern", ["*.router.*", "*.layers.1.mlp.router.*"])
+def test_the_load_of_a_frozen_router_is_counted(tmp_path: Path, pattern: str) -> None:
+    """The load of the last global batch is 4 · 16 tokens by 2 experts; frozen biases stay 0, in fp32."""
+    train(str(tmp_path), f"{MIXTURE} --bf16 {ZERO} --freeze {pattern} --train-iters 2 --save-interval 1")
+    first, last = (load_file(tmp_path / "run" / f"iter_000000{i}" / "model.safetensors") for i in (1, 2))
+    for layer in "01":
+        router = f"decoder.layers.{layer}.mlp.router"
+        assert last[f"{router}.load"].sum() == 4 * 16 * 2
+        bias = last[f"{router}.expert_bias"]
+        frozen = pattern == "*.router.*" or layer == "1"
+        assert bias.dtype == torch.float32 and bool(bias.any()) != frozen
+        assert torch.equal(first[f"{router}.weight"], last[f"{router}.weight"]) == frozen
+
+
 @pytest.mark.parametrize(
     ("processes", "flags"),
     [(2, f"{TP} 2"), (2, f"{PP} 2"), (4, f"{PP} 2 {ZERO} --bf16")],
@@ -118,6 +147,8 @@ def test_wrong_patterns(processes: int, tmp_path: Path, monkeypatch: pytest.Monk
         for error in found
     )
     found = run_distributed(errors, processes, f"{layout} --freeze *")
+    assert found == ["--freeze: * leaves no parameter to train"] * processes
+    found = run_distributed(errors, processes, f"{layout} --freeze * {MIXTURE}")
     assert found == ["--freeze: * leaves no parameter to train"] * processes
 
 

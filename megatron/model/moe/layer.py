@@ -158,7 +158,7 @@ def dropped_copies(
     zigzag = Zigzag.of(s * axis.size, cp.size, documents=documents)
     used = zigzag.restore(all_gather(used, axis).unflatten(0, (cp.size, -1)))
     if config.moe_token_drop_policy == "position":
-        rank = (used >= 0).cumsum(0) - 1
+        rank = (used != -1).cumsum(0) - 1  # NaN counts, too
     else:
         order = used.sort(dim=0, descending=True, stable=True).indices
         positions = torch.arange(len(used), device=used.device).view(-1, 1, 1).expand_as(order)

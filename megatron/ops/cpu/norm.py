@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm as two compiled functions, one pass over memory forward and one backward.
+"""LayerNorm and RMSNorm as two compiled functions, one pass over memory forward and one backward. LayerNorm in 16 bits.
 
 Shapes in names: r rows, h features.
 """
@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.ops.compiler import CompileFn
-from megatron.ops.norm import layer_norm, rms_norm
 
 # Most partial sums of a weight gradient: compiled code computes these in parallel.
 MAX_PARTIAL_SUMS = 64
@@ -22,15 +22,40 @@ MAX_PARTIAL_SUMS = 64
 def compiled_layer_norm(run: CompileFn, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
     """`layer_norm` by two functions that `run` calls."""
     if x.numel() == 0:
-        return layer_norm(x, weight, bias, epsilon)
+        return F.layer_norm(x, weight.shape, weight.to(x.dtype), bias.to(x.dtype), epsilon)
     return _Norm.apply(run, _layer_norm, _layer_norm_backward, epsilon, x, weight, bias)
 
 
 def compiled_rms_norm(run: CompileFn, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """`rms_norm` by two functions that `run` calls."""
     if x.numel() == 0:
-        return rms_norm(x, weight, epsilon)
+        return F.rms_norm(x, weight.shape, weight.to(x.dtype), epsilon)
     return _Norm.apply(run, _rms_norm, _rms_norm_backward, epsilon, x, weight)
+
+
+def half_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+    """`layer_norm` in 16 bits, not compiled, with backward in fp32.
+
+    Torch's kernel sums the gradients of weight and bias over rows in 16 bits: a sum of ones ends at 256 in bf16, at
+    2,048 in fp16.
+    """
+    return _HalfLayerNorm.apply(x, weight, bias, epsilon)
+
+
+class _HalfLayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+        out, *statistics = torch.native_layer_norm(x, weight.shape, weight.float(), bias.float(), epsilon)
+        ctx.save_for_backward(x, weight, bias, *statistics)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, *statistics = ctx.saved_tensors
+        grad_x, *sums = torch.ops.aten.native_layer_norm_backward(
+            grad.float(), x.float(), weight.shape, *statistics, weight.float(), bias.float(), [True] * 3
+        )
+        return grad_x.to(x.dtype), *(total.to(weight.dtype) for total in sums), None
 
 
 class _Norm(torch.autograd.Function):

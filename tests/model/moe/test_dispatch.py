@@ -198,6 +198,12 @@ def test_copies_beyond_the_capacity_are_dropped(policy: str, dropped: list[bool]
     assert found == dropped
 
 
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_weights_that_are_not_a_number_count(policy: str) -> None:
+    """An expert never takes more than its capacity, so that such a step reaches the check of its loss."""
+    assert find_dropped(torch.full((3, 1), torch.nan), policy).count(False) == 2
+
+
 def test_of_equal_weights_the_first_tokens_are_kept() -> None:
     assert find_dropped(torch.full((3, 1), 0.5), "probs") == [False, False, True]
     assert find_dropped(torch.tensor([[0.2], [0.5], [0.2]]), "probs") == [False, False, True]
