@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -12,7 +13,8 @@ from megatron import __version__
 from megatron.cli import Parser, add_flags, make_config
 from megatron.data.config import DataConfig
 from megatron.errors import InputError
-from megatron.flags import Config
+from megatron.flags import Config, flag_name
+from megatron.optim.registry import OPTIMIZERS
 from megatron.training.config import PLUGIN_CONFIGS, RunConfig
 
 # Functions that add the flags of plug-ins to a parser, filled by `megatron.plugins`. Their actions append messages to
@@ -98,6 +100,16 @@ def _without_effect(values: dict[str, Any]) -> list[str]:
         notes.append("--sequence-parallel has no effect: --tensor-model-parallel-size is 1")
     if values.get("fp32_residual_connection") and not (values.get("fp16") or values.get("bf16")):
         notes.append("--fp32-residual-connection has no effect: the run is in fp32 (no --bf16 or --fp16)")
+    optimizer = values.get("optimizer", "adam")
+    in_use = ("muon", "adam") if optimizer == "muon" else (optimizer,)  # AdamW updates what Muon does not
+    used = [kind.config_class for name, kind in OPTIMIZERS.items() if name in in_use]
+    for kind in OPTIMIZERS.values():
+        if kind.config_class not in used:
+            given = [flag_name(f) for f in dataclasses.fields(kind.config_class) if f.name in values]
+            notes += [f"{flag} has no effect with --optimizer {optimizer}" for flag in given]
+    if values.get("lr_decay_style") != "WSD":
+        given = [f"--{name.replace('_', '-')}" for name in values if name.startswith("lr_wsd_")]
+        notes += [f"{flag} has no effect without --lr-decay-style WSD" for flag in given]
     return notes + [note for kind in PLUGIN_CONFIGS.values() for note in kind.without_effect(values)]
 
 
@@ -127,11 +139,11 @@ def _check_across(config: RunConfig) -> None:
     length, longest = config.data.seq_length, config.model.max_position_embeddings
     if length is not None and longest is not None and length > longest:
         raise InputError(f"--seq-length: {length} is longer than --max-position-embeddings {longest}")
-    parts = config.parallel.expert_tp
+    parts, given = config.parallel.expert_tp, config.parallel.expert_tensor_parallel_size
     if config.model.num_experts is not None and optimizer.optimizer == "muon" and parts != 1:
         raise InputError(
-            f"--expert-tensor-parallel-size: {parts} does not go with --optimizer muon, which updates the whole "
-            "matrices of experts; use 1"
+            f"--expert-tensor-parallel-size: {parts}{'' if given else ' (from --tensor-model-parallel-size)'} does not "
+            "go with --optimizer muon, which updates the whole matrices of experts; use 1"
         )
     for section in config.plugins.values():
         section.check(config)

@@ -50,7 +50,7 @@ from megatron.recipes.exit import Exit
 from megatron.recipes.expert_balance import ExpertBias, LastLoad
 from megatron.recipes.extension import Extension
 from megatron.recipes.freeze import FreezeCheck, Frozen, FrozenBias
-from megatron.recipes.length import with_epochs
+from megatron.recipes.length import check_length, with_epochs
 from megatron.recipes.loss_scale import make_loss_scaler
 from megatron.recipes.rampup import with_rampup
 from megatron.recipes.retention import Retention
@@ -106,7 +106,7 @@ LR_DECAYS.update(lr_decay.LR_DECAYS)
 LAYER_SPLITS.update(
     {"counted": counted_split, "layout": layout_split, "uneven": uneven_split, "virtual": virtual_split}
 )
-BATCH_CHECKS[:] = [check_full_groups, check_schedule, check_depths, check_graphed_passes]
+BATCH_CHECKS[:] = [check_length, check_full_groups, check_schedule, check_depths, check_graphed_passes]
 OPS_HOOKS[:] = [context_parallel_ops]
 MODEL_HOOKS[:] = [check_model_memory, use_fp8, offload_activations]
 ENGINE_HOOKS[:] = [post_validate]

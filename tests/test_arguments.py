@@ -512,6 +512,24 @@ def test_flags_without_effect_in_this_precision_are_noted(capsys: pytest.Capture
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize(
+    ("flags", "unused", "reason"),
+    [
+        ("--sgd-momentum 0.5", "--sgd-momentum", "with --optimizer adam"),
+        ("--optimizer sgd --sgd-momentum 0.5 --adam-beta1 0.8", "--adam-beta1", "with --optimizer sgd"),
+        ("--optimizer muon --adam-beta1 0.8 --muon-momentum 0.9", "", ""),
+        ("--optimizer muon --lion-beta1 0.8", "--lion-beta1", "with --optimizer muon"),
+        ("--lr-wsd-decay-iters 2", "--lr-wsd-decay-iters", "without --lr-decay-style WSD"),
+        ("--lr-decay-style WSD --lr-wsd-decay-iters 2 --lr-wsd-decay-style cosine", "", ""),
+    ],
+)
+def test_flags_of_another_optimizer_or_schedule_are_noted(
+    flags: str, unused: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parse(flags)
+    assert capsys.readouterr().err == (f"note: {unused} has no effect {reason}\n" if unused else "")
+
+
 def test_help_and_reference_mark_required_flags() -> None:
     required = {flag_name(field) for _, field, _ in all_flags() if field.metadata["flag"].required}
     assert required == set(BASE.split()[::2]) - {"--seq-length", "--train-iters"}

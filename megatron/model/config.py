@@ -143,9 +143,8 @@ class ModelConfig(MoEConfig, LatentAttentionConfig):
             object.__setattr__(self, "kv_channels", h // heads)
         if self.ffn_hidden_size is None:
             # Two thirds of the width, since a gated MLP has three matrices instead of two (as Megatron-LM).
-            object.__setattr__(
-                self, "ffn_hidden_size", max(1, 8 * h // 3 // 64) * 64 if self.gated else 4 * h
-            )
+            width = max(1, 8 * h // 3 // 64) * 64 if self.gated else 4 * h
+            object.__setattr__(self, "ffn_hidden_size", width)
         if self.swiglu and self.activation_function != "gelu":
             raise InputError(
                 f"--activation-function: {self.activation_function} and --swiglu exclude each other; drop one"
@@ -178,12 +177,9 @@ class ModelConfig(MoEConfig, LatentAttentionConfig):
         self.expert_layers(self.num_layers)  # checks the pattern
         if self.moe_ffn_hidden_size is None:
             object.__setattr__(self, "moe_ffn_hidden_size", self.ffn_hidden_size)
-        for biased, remedy in (
-            (self.add_bias_linear, "add --disable-bias-linear"),
-            (self.add_mlp_bias, "leave --add-mlp-bias out"),
-        ):
-            if biased:
-                raise InputError(f"--num-experts: {self.num_experts} experts have no biases; {remedy}")
+        if self.add_bias_linear or self.add_mlp_bias:
+            remedy = "add --disable-bias-linear" if self.add_bias_linear else "leave --add-mlp-bias out"
+            raise InputError(f"--num-experts: {self.num_experts} experts have no biases; {remedy}")
 
     @property
     def rotary_channels(self) -> int:
@@ -302,20 +298,20 @@ def check_expert_parallel(model: ModelConfig, parallel: ParallelConfig, seq_leng
             if value != usual:
                 raise InputError(f"--expert-{name}-parallel-size: {value} needs --num-experts")
         return
+    width, shared = model.moe_ffn_hidden_size or 0, model.moe_shared_expert_intermediate_size or 0
+    source = " (from --tensor-model-parallel-size)" if parallel.expert_tensor_parallel_size is None else ""
+    etp, cp = "--expert-tensor-parallel-size", parallel.context_parallel_size
+    length = "--seq-length / --context-parallel-size" if cp > 1 else "--seq-length"
     for name, value, divided, total in (
         ("--expert-model-parallel-size", size, "--num-experts", experts),
-        ("--expert-tensor-parallel-size", parts, "--moe-ffn-hidden-size", model.moe_ffn_hidden_size or 0),
-        ("--expert-tensor-parallel-size", parts, "--hidden-size", model.add_expert_bias * model.hidden_size),
-        (
-            "--tensor-model-parallel-size",
-            tp,
-            "--moe-shared-expert-intermediate-size",
-            model.moe_shared_expert_intermediate_size or 0,
-        ),
-        ("--tensor-model-parallel-size", tp, "--seq-length", seq_length),  # each rank routes a part
+        (etp, parts, "--moe-ffn-hidden-size", width),
+        (etp, parts, "--hidden-size", model.add_expert_bias * model.hidden_size),
+        ("--tensor-model-parallel-size", tp, "--moe-shared-expert-intermediate-size", shared),
+        ("--tensor-model-parallel-size", tp, length, seq_length // cp),  # each rank routes a part
     ):
         if total % value:
             fitting = either(n for n in range(1, value) if total % n == 0)
             raise InputError(
-                f"{name}: {value} does not divide {divided} {total}, as --num-experts needs; choose {fitting}"
+                f"{name}: {value}{source if name == etp else ''} does not divide {divided} {total}, as --num-experts "
+                f"needs; choose {fitting}"
             )

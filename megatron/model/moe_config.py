@@ -132,11 +132,8 @@ class MoEConfig(Config):
             )
 
     def _check_router(self, experts: int) -> None:
-        topk, groups, group_topk = (
-            self.moe_router_topk,
-            self.moe_router_num_groups,
-            self.moe_router_group_topk,
-        )
+        topk, groups = self.moe_router_topk, self.moe_router_num_groups
+        group_topk = self.moe_router_group_topk
         softmax = self.moe_router_score_function == "softmax"
         if topk > experts:
             raise InputError(

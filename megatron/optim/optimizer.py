@@ -141,8 +141,8 @@ class Optimizer:
         grad_scale, stats = self.decide(model_norm(self.grads, buffer.buckets, buffer.mesh), losses)
         if self.count_zeros:
             # Gradients of frozen parameters were set to zero, and do not count.
-            trains = [bucket.group.optimizer.trains for bucket in buffer.buckets]
-            grads = [g if yes else g.new_ones(1).expand_as(g) for g, yes in zip(self.grads, trains, strict=True)]
+            parts = zip(self.grads, buffer.buckets, strict=True)
+            grads = [g if b.group.optimizer.trains else g.new_ones(1).expand_as(g) for g, b in parts]
             zeros = model_sum(grads, buffer.buckets, buffer.mesh, lambda x: (x == 0).sum())
             stats["num zeros"] = zeros.float()
         self.update(lr=lr, weight_decay=weight_decay, grad_scale=grad_scale, skipped=stats["skipped"])

@@ -72,6 +72,24 @@ class PerformanceConfig(PluginConfig):
             )
         if self.async_save and run.checkpoint.save is None:
             raise InputError("--async-save needs --save, the folder to write checkpoints to")
+        if run.model.moe_grouped_gemm:
+            _check_grouped_products(run)
+
+
+def _check_grouped_products(run: RunConfig) -> None:
+    """Check that the rows of the experts' matrices take a multiple of 16 bytes, as torch's grouped products need."""
+    precision, ranks = run.training.precision, run.parallel.expert_tp
+    multiple = 4 if precision == "fp32" else 8
+    for name, size, parts in (
+        ("--hidden-size", run.model.hidden_size, 1),
+        ("--moe-ffn-hidden-size", run.model.moe_ffn_hidden_size or 0, ranks),
+    ):
+        if size % (multiple * parts):
+            each = f" on each of the {parts} ranks that share an expert" if parts > 1 else ""
+            raise InputError(
+                f"{name}: {size} is not a multiple of {multiple}{each}, as --moe-grouped-gemm needs in {precision}; "
+                f"use a multiple of {multiple * parts}, or leave --moe-grouped-gemm out"
+            )
 
 
 def _check_cuda_graph(run: RunConfig) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.errors import InputError
 from megatron.flags import flag
+from megatron.training.batch_size import BatchSchedule
 from megatron.training.config import PluginConfig, RunConfig
 from megatron.variants.blend_flags import check_phases, parse_blend, split_phases
 
@@ -126,6 +127,26 @@ def with_epochs(config: RunConfig, task: Task) -> RunConfig:
         print(f"--train-epochs {epochs:g}: {samples:,} samples, {per_epoch:,} in an epoch", flush=True)
     training = dataclasses.replace(config.training, train_samples=samples)
     return dataclasses.replace(config, training=training)
+
+
+def check_length(config: RunConfig, batch_schedule: BatchSchedule) -> None:
+    """Check that the samples of a run fill a batch.
+
+    Raises:
+        InputError: they do not.
+    """
+    length, samples = config.plugin(LengthConfig), config.training.train_samples
+    batch = batch_schedule.batch_size(0)
+    if samples is None or samples >= batch or config.training.skip_train:
+        return
+    given = f"--train-samples: {samples} is"
+    if length.train_tokens is not None:
+        given = f"--train-tokens: {length.train_tokens} are {samples} samples,"
+    elif length.train_epochs is not None:
+        if samples == UNTIL_KNOWN:
+            return
+        given = f"--train-epochs: {length.train_epochs:g} are {samples} samples,"
+    raise InputError(f"{given} less than a batch of {batch} samples; raise it or lower --global-batch-size")
 
 
 def _flag(name: str) -> str:

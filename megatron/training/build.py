@@ -32,8 +32,6 @@ from megatron.training.task import Task
 MODEL_HOOKS: list[Callable[[RunConfig, StageModel, torch.device], None]] = []
 # Make optimizers of parameters that --optimizer does not update. Filled by `megatron.plugins`.
 FIRST_OPTIMIZERS: list[Callable[[RunConfig], OptimizerSpec]] = []
-
-
 # Change an engine that is built. Filled by `megatron.plugins`.
 ENGINE_HOOKS: list[Callable[[Engine], None]] = []
 # Change the operations of a run for its mesh. Filled by `megatron.plugins`.

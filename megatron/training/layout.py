@@ -22,11 +22,11 @@ def check_layout(config: RunConfig, processes: int) -> None:
     Raises:
         InputError: names the flags, and the nearest sizes that fit.
     """
-    seq_length = config.data.seq_length
+    model, parallel, seq_length = config.model, config.parallel, config.data.seq_length
     assert seq_length is not None  # required of a run
-    check_expert_parallel(config.model, config.parallel, seq_length // config.parallel.context_parallel_size)
-    sizes = axis_sizes(config.parallel, processes)
-    parts, tp = 2 * sizes["cp"], sizes["tp"] if config.parallel.sequence_parallel else 1
+    check_expert_parallel(model, parallel, seq_length)
+    sizes = axis_sizes(parallel, processes)
+    parts, tp = 2 * sizes["cp"], sizes["tp"] if parallel.sequence_parallel else 1
     if sizes["cp"] > 1 and seq_length % (parts * tp):
         below = seq_length // (parts * tp) * parts * tp
         raise InputError(
@@ -35,22 +35,17 @@ def check_layout(config: RunConfig, processes: int) -> None:
             f"{either(n for n in (below, below + parts * tp) if n)}"
         )
     also = {}
-    if config.parallel.sequence_parallel:
-        also[f"--seq-length {config.data.seq_length}, as --sequence-parallel needs"] = config.data.seq_length
-    if config.parallel.distribute_saved_activations:
-        hidden_size = config.model.hidden_size
+    if parallel.sequence_parallel:
+        also[f"--seq-length {seq_length}, as --sequence-parallel needs"] = seq_length
+    if parallel.distribute_saved_activations:
+        hidden_size = model.hidden_size
         also[f"--hidden-size {hidden_size}, as --distribute-saved-activations needs"] = hidden_size
-    check_tensor_parallel(
-        config.model, config.parallel.tensor_model_parallel_size, processes // sizes["pp"], also
-    )
-    largest = max(
-        len(chunk.layers)
-        for stage in split_layers(config.parallel, config.model.num_layers)
-        for chunk in stage
-    )
-    if (config.parallel.recompute_num_layers or 0) > largest:
+    check_tensor_parallel(model, parallel.tensor_model_parallel_size, processes // sizes["pp"], also)
+    stages = split_layers(parallel, model.num_layers)
+    largest = max(len(chunk.layers) for stage in stages for chunk in stage)
+    if (parallel.recompute_num_layers or 0) > largest:
         raise InputError(
-            f"--recompute-num-layers: {config.parallel.recompute_num_layers} is more than the {largest} layers that "
+            f"--recompute-num-layers: {parallel.recompute_num_layers} is more than the {largest} layers that "
             f"a stage or chunk has at most; choose {largest} or less"
         )
     for section in config.plugins.values():

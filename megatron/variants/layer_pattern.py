@@ -110,7 +110,7 @@ def check_layers(config: ModelConfig, task: str) -> None:
         InputError: they have impossible values, or the task or other flags exclude them.
     """
     has_rope(config)
-    for name in ("rotary_interleaved", "use_rope_scaling", "rotary_base", "rotary_base_local"):
+    for name in "rotary_interleaved use_rope_scaling rotary_base rotary_base_local rotary_percent".split():
         value = getattr(config, name)
         if value != getattr(ModelConfig, name) and config.position_embedding_type != "rope":
             given = f"--{name.replace('_', '-')}" + ("" if isinstance(value, bool) else f": {value}")

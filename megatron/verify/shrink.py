@@ -331,7 +331,7 @@ def in_layout(shrunk: Shrunk, layout: Layout) -> RunConfig:
         )
     try:
         axis_sizes(config.parallel, layout.processes)
-        check_expert_parallel(model, config.parallel, data.seq_length // cp)
+        check_expert_parallel(model, config.parallel, data.seq_length)
     except InputError as error:
         raise InputError(f"layout {layout}: {error}") from None
     return config

@@ -11,6 +11,7 @@ from megatron.arguments import parse_run_config
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import InputError
 from megatron.training.batch_size import make_batch_schedule
+from megatron.training.layout import check_layout
 
 TINY = """
     --device cpu --tokenizer-type NullTokenizer --vocab-size 300 --num-workers 0 --num-layers 1 --hidden-size 8
@@ -96,6 +97,25 @@ def test_wrong_lengths(flags: str, message: str) -> None:
     with pytest.raises(InputError) as error:
         parse(*flags.split())
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--train-samples 7", "--train-samples: 7 is less than a batch of 8 samples"),
+        ("--train-tokens 63", "--train-tokens: 63 are 7 samples, less than a batch of 8 samples"),
+        (
+            "--train-samples 3 --rampup-batch-size 4 4 8",
+            "--train-samples: 3 is less than a batch of 4 samples",
+        ),
+    ],
+)
+def test_samples_that_fill_no_batch(flags: str, message: str) -> None:
+    """The batch has 2 samples for each of 4 replicas."""
+    config = parse(*flags.split(), *(["--global-batch-size", "8"] if "rampup" in flags else []))
+    with pytest.raises(InputError) as error:
+        check_layout(config, 4 if "rampup" not in flags else 2)
+    assert str(error.value) == f"{message}; raise it or lower --global-batch-size"
 
 
 def write_corpus(prefix: Path, documents: int) -> Path:

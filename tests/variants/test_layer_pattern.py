@@ -106,6 +106,10 @@ def test_layers_with_rope(flags: str, expected: list) -> None:
             "--use-rope-scaling needs --position-embedding-type rope; add it or leave the flag out",
         ),
         (
+            "--rotary-percent 0.5",
+            "--rotary-percent: 0.5 needs --position-embedding-type rope; add it or leave the flag out",
+        ),
+        (
             "--rotary-base 500000",
             "--rotary-base: 500000.0 needs --position-embedding-type rope; add it or leave the flag out",
         ),

@@ -17,12 +17,7 @@ from torch import Tensor
 from megatron.model.moe.experts import Experts
 from megatron.model.moe.router import count
 from megatron.ops.host_memory import upload
-from megatron.parallel.collectives import (
-    Exchange,
-    gather_shards,
-    reduce_scatter_sequence,
-    start_all_to_all,
-)
+from megatron.parallel.collectives import Exchange, gather_shards, reduce_scatter_sequence, start_all_to_all
 from megatron.parallel.mesh import Axis
 
 
@@ -197,12 +192,7 @@ def by_all_to_all(
 
 
 def by_all_gather(
-    x_nh: Tensor,
-    weights_nk: Tensor,
-    indices_nk: Tensor,
-    experts: Experts,
-    axis: Axis,
-    capacity: int | None,
+    x_nh: Tensor, weights_nk: Tensor, indices_nk: Tensor, experts: Experts, axis: Axis, capacity: int | None
 ) -> Tensor:
     """As `by_all_to_all`, but every rank gets all tokens and takes those of its experts."""
     x_nh, weights_nk = gather_shards(x_nh, axis), gather_shards(weights_nk, axis)

@@ -125,6 +125,24 @@ FLAGS = [
         "--sample-interval: 5 needs all experts of a layer in a replica, which generates alone; choose",
     ),
     (f"{EXPERTS} --bf16 --fp8-format hybrid", "--fp8-format: hybrid "),
+    (
+        f"{EXPERTS} --moe-grouped-gemm --moe-ffn-hidden-size 18",
+        "--moe-ffn-hidden-size: 18 is not a multiple of 4, as --moe-grouped-gemm needs in fp32; use a multiple of 4",
+    ),
+    (
+        f"{EXPERTS} --moe-grouped-gemm --moe-ffn-hidden-size 24 {ETP} 2 --bf16",
+        "--moe-ffn-hidden-size: 24 is not a multiple of 8 on each of the 2 ranks that share an expert, as "
+        "--moe-grouped-gemm needs in bf16; use a multiple of 16",
+    ),
+    (
+        f"{EXPERTS} --moe-grouped-gemm --moe-ffn-hidden-size 24 --hidden-size 36 --bf16",
+        "--hidden-size: 36 is not a multiple of 8, as --moe-grouped-gemm needs in bf16; use a multiple of 8",
+    ),
+    (
+        f"{EXPERTS} --optimizer muon {TP} 2",
+        f"{ETP}: 2 (from {TP}) does not go with --optimizer muon",
+    ),
+    (f"{EXPERTS} --optimizer muon {ETP} 2", f"{ETP}: 2 does not go with --optimizer muon"),
 ]
 
 
@@ -192,6 +210,18 @@ LAYOUTS = [
         f"{EXPERTS} {TP} 4 --seq-length 18",
         f"{TP}: 4 does not divide --seq-length 18, as --num-experts needs; choose 1, 2 or 3",
         f"{TP} 2",
+    ),
+    (
+        16,
+        f"{EXPERTS} {TP} 8 --num-attention-heads 8 --context-parallel-size 2 --seq-length 24 {ETP} 1",
+        f"{TP}: 8 does not divide --seq-length / --context-parallel-size 12, as --num-experts needs; choose",
+        "",
+    ),
+    (
+        4,
+        f"{EXPERTS} {TP} 4 --moe-ffn-hidden-size 6",
+        f"{ETP}: 4 (from {TP}) does not divide --moe-ffn-hidden-size 6, as --num-experts needs; choose 1, 2 or 3",
+        f"{ETP} 2",
     ),
 ]
 
