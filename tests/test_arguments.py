@@ -469,6 +469,8 @@ CROSS = [
         "--recompute-granularity selective --checkpoint-activations",
         "--checkpoint-activations means --recompute-granularity full; leave one of them out",
     ),
+    ("--attention-dropout 1", "--attention-dropout: 1.0 is too large; it must be less than 1"),
+    ("--hidden-dropout 1", "--hidden-dropout: 1.0 is too large; it must be less than 1"),
 ]
 
 
