@@ -1,11 +1,11 @@
 """Measure the CPU of this machine in about three minutes and write a file for `megatron plan --cluster`.
 
 One single-threaded process per core, at least two, measure at the same time, because cores share memory bandwidth. The
-efficiencies of matrix products, those of experts apart, of attention and of accumulating gradients and the launch
-overhead are fitted to the times of seven small models. gloo's collectives are measured one by one: its all-gathers and
-reduce-scatters take as long as its all-reduces. So are the kernels of ring attention, which are others than those of
-one process. The speed of a shared machine may change within seconds, so all measurements take turns in cycles of some
-seconds, and count by their means.
+efficiencies of matrix products, those of experts apart, and of accumulating gradients and the launch overhead are
+fitted to the times of six small models. The kernels of attention are measured alone, for one process and for ring
+attention. So are gloo's collectives: its all-gathers and reduce-scatters take as long as its all-reduces. The speed of
+a shared machine may change within seconds, so all measurements take turns in cycles of some seconds, and count by their
+means.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from megatron.parallel.collectives import (
     start_shift,
 )
 from megatron.parallel.mesh import Axis
-from megatron.planner.calibrate_context import ring_kernels, with_ring
+from megatron.planner.calibrate_attention import attention_kernels, attention_seconds, ring_kernels, with_ring
 from megatron.planner.calibrate_model import VOCAB_SIZE, build_model, checked, forward, make_job, microbatch
 from megatron.planner.cluster import Cluster, Device, Efficiency, Link, Measured
 from megatron.planner.description import describe
@@ -69,11 +69,11 @@ MIXTURE: dict[str, Any] = {
     "moe_grouped_gemm": True,
 }
 # Each model's time depends more on its constant than the other models' times do. Products have several sizes, since no
-# constant suits them all.
+# constant suits them all. Only the kernels of one layer of attention run.
 JOBS = {
     "matmul": (make_job(2, 512, 8, 256), make_job(1, 1024, 16, 256)),
     "accumulate": (make_job(2, 512, 8, 64), make_job(1, 1024, 16, 64)),
-    "attention": (make_job(2, 128, 2, 512),),
+    "attention": (make_job(1, 512, 8, 256), make_job(1, 512, 8, 512)),
     "launch": (make_job(2, 64, 1, 16),),
     "expert": (make_job(1, 768, 12, 256, **MIXTURE),),
 }
@@ -183,7 +183,7 @@ def _fit(cluster: Cluster, seconds: dict[str, float]) -> Cluster:
     """Fit the constants that predict the times of `JOBS`: scale each by its models' mean error, repeatedly."""
     for _ in range(FIT_STEPS):
         for name, jobs in JOBS.items():
-            errors = (seconds[f"{name} {i}"] / microbatch_seconds(job, cluster) for i, job in enumerate(jobs))
+            errors = (seconds[f"{name} {i}"] / job_seconds(name, job, cluster) for i, job in enumerate(jobs))
             slower = statistics.geometric_mean(errors)
             old = getattr(cluster.efficiency, name)
             new = old * slower if name == "launch" else old / slower
@@ -203,6 +203,13 @@ def _fit(cluster: Cluster, seconds: dict[str, float]) -> Cluster:
             efficiency, matmul=efficiency.matmul / faster, attention=efficiency.attention / faster
         ),
     )
+
+
+def job_seconds(name: str, job: Job, cluster: Cluster) -> float:
+    """Predicted seconds of one of `JOBS`: a microbatch, or one layer's attention alone."""
+    if name == "attention":
+        return attention_seconds(job, cluster)
+    return microbatch_seconds(job, cluster)
 
 
 def microbatch_seconds(job: Job, cluster: Cluster) -> float:
@@ -289,6 +296,12 @@ def _timed(run: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
+def _timed_again(run: Callable[[], object]) -> float:
+    """Return the seconds of a second call, which finds in the caches what the first one left."""
+    run()
+    return _timed(run)
+
+
 def _timed_between(beside: Callable[[], object], communicate: Callable[[], object]) -> float:
     """Return the seconds that a collective adds to the computation between collectives.
 
@@ -333,9 +346,12 @@ def _models(ops: Ops, dtype: torch.dtype) -> dict[str, Callable[[], float]]:
     runs: dict[str, Callable[[], float]] = {}
     models = {f"{name} {i}": job for name, jobs in JOBS.items() for i, job in enumerate(jobs)}
     for name, job in {**models, "check": CHECKED}.items():
+        if name.startswith("attention"):
+            runs[name] = functools.partial(_timed_again, attention_kernels(job, ops, dtype))
+            continue
         model, buffer = build_model(job, ops, CPU, dtype)
         tokens = torch.randint(VOCAB_SIZE, (1, job.seq_length))
-        runs[name] = functools.partial(_timed, functools.partial(microbatch, model, tokens))
+        runs[name] = functools.partial(_timed_again, functools.partial(microbatch, model, tokens))
         if job is OPTIMIZED:
             optimizer = Optimizer(buffer, OptimizerConfig(lr=1e-4))
             step = functools.partial(optimizer.step, lr=1e-4, weight_decay=0.1)

@@ -77,8 +77,11 @@ class Simulator:
         self.kernels = kernels or Kernels(job, layout, cluster, program)
         self.microbatches = layout.microbatches(job)
         self.stages, self.chunk_layers = layout.distinct_stages(job), layout.layers(job)
-        # A microbatch's gradients of a chunk are read, and the accumulated gradients read and written.
-        size = self._parameters / layout.chunks * (cluster.device.element + 2 * program.gradient)
+        # A microbatch's gradients of a chunk are read, and the accumulated gradients read and written. In fp32 the
+        # products that compute them add them, and only read the accumulated ones more.
+        element = cluster.device.element
+        accesses = element + 2 * program.gradient if element < 4 else program.gradient
+        size = self._parameters / layout.chunks * accesses
         self.accumulation = size / (self._stream_bandwidth * cluster.efficiency.accumulate)
         self.transfer = self._transfer()
 

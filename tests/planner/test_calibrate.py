@@ -22,9 +22,9 @@ from megatron.planner.calibrate import (
     SIDE,
     TOKENS,
     fit_cluster,
-    microbatch_seconds,
+    job_seconds,
 )
-from megatron.planner.calibrate_context import ring_seconds
+from megatron.planner.calibrate_attention import ring_seconds
 from megatron.planner.cluster import Cluster, Device, Efficiency, Link, Measured
 from megatron.planner.layout import Layout
 from megatron.planner.parameters import stage_parameters
@@ -62,8 +62,11 @@ def measured(machine: Cluster) -> dict[str, float]:
     three and in bf16 the parameter.
     """
     device, efficiency = machine.device, machine.efficiency
-    models = {f"{name} {i}": job for name, jobs in JOBS.items() for i, job in enumerate(jobs)}
-    found = {name: microbatch_seconds(job, machine) for name, job in models.items()}
+    found = {
+        f"{name} {i}": job_seconds(name, job, machine)
+        for name, jobs in JOBS.items()
+        for i, job in enumerate(jobs)
+    }
     found["copy"] = 8 * COPIED / device.bandwidth
     found["square"] = 2 * SIDE**3 / device.peak
     found["elementwise"] = (

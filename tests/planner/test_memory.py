@@ -284,7 +284,10 @@ def test_memory_with_full_recomputation_matches_a_dry_run(sharding: str):
         pytest.param("--recompute-granularity full --fp32-residual-connection", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("tensor", ["1", "2", "4", "2 --sequence-parallel"])
+@pytest.mark.parametrize(
+    "tensor",
+    ["1", "2 --sequence-parallel", *(pytest.param(size, marks=pytest.mark.slow) for size in ("2", "4"))],
+)
 def test_memory_of_further_norms_matches_a_dry_run(tensor: str, recompute: str, norms: str):
     """Norms of the outputs of attention and MLP, as in Gemma 2, keep their inputs, and recomputation frees them."""
     wide = WIDE.replace(f"{TENSOR} 2 --sequence-parallel", f"{TENSOR} {tensor}")

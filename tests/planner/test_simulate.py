@@ -16,7 +16,7 @@ from megatron.planner.dry_run import DryRun
 from megatron.planner.given import given_run
 from megatron.planner.kernels import Kernels
 from megatron.planner.layout import Layout
-from megatron.planner.parameters import end_parameters
+from megatron.planner.parameters import end_parameters, stage_parameters
 from megatron.planner.programs import FSDP, NVIDIA_2021, OURS
 from megatron.planner.schedule_costs import makespan
 from megatron.planner.simulate import Simulator
@@ -61,6 +61,17 @@ def test_norms_of_outputs_take_time(layout: Layout):
     read = 2 * 2048 * 2048 / layout.tensor / (machine.device.bandwidth * machine.efficiency.memory)
     assert after.forward.total - before.forward.total == pytest.approx(2 * 2 * read)
     assert after.backward.total - before.backward.total == pytest.approx(2 * 3 * read)
+
+
+@pytest.mark.parametrize(("precision", "moved"), [("bf16", 2 + 4 + 4), ("fp32", 4)])
+def test_gradients_are_accumulated_once(precision: str, moved: int):
+    """In fp32 the product for a weight's gradient adds to the sum: `aten::addmm_`, with no addition after it."""
+    gpt, machine = job(24, 2048, 16, 8), cluster(1)
+    device = dataclasses.replace(machine.device, precision=precision)
+    machine = dataclasses.replace(machine, device=device)
+    seconds = Simulator(gpt, Layout(), machine, OURS).accumulation
+    bandwidth = device.bandwidth * machine.efficiency.stream
+    assert seconds * bandwidth == pytest.approx(moved * stage_parameters(gpt, Layout(), 0))
 
 
 def test_recomputation_leaves_out_what_backward_does_not_need():

@@ -1,4 +1,4 @@
-"""Attention to a part of the keys in a calibration: context parallelism's kernels are others than those of one rank."""
+"""Attention in a calibration: the kernels of one rank, and those of context parallelism, which are others."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from megatron.context_parallel.kernels import partial_attention, partial_attention_backward
+from megatron.ops.backend import Ops
 from megatron.planner.calibrate_model import make_job
 from megatron.planner.cluster import Cluster
 from megatron.planner.job import Job
@@ -18,6 +19,25 @@ from megatron.planner.programs import OURS
 # Positions of a rank, hidden size and heads.
 LENGTH, HIDDEN, HEADS = 128, 512, 8
 MAX_RATIO = 20.0  # of the speeds of these kernels and of those of one rank
+
+
+def attention_kernels(job: Job, ops: Ops, dtype: torch.dtype) -> Callable[[], object]:
+    """Attention of one layer, forward and backward."""
+    model = job.model
+    shape = (1, model.num_attention_heads, job.seq_length, model.kv_channels)
+    q, k, v = (torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(3))
+    grad = torch.randn(shape, dtype=dtype)
+
+    def run() -> None:
+        out = ops.attention(q, k, v, mask_bnst=None, causal=True, dropout=0.0)
+        torch.autograd.grad(out, (q, k, v), grad)
+
+    return run
+
+
+def attention_seconds(job: Job, cluster: Cluster) -> float:
+    """Predicted seconds of `attention_kernels`."""
+    return Kernels(job, Layout(), cluster, OURS).attention.total
 
 
 def ring_job(processes: int) -> Job:
