@@ -147,8 +147,7 @@ class MTPModel(GPTModel):
         mtp_batch: GPTBatch | None = None,
         **others: Any,
     ) -> Tensor:
-        """As `GPTModel.forward`; with `mtp_batch`, which has the other arguments, the last chunk returns
-        `loss_sums`."""
+        """As `GPTModel.forward`, or with `mtp_batch`, which has the other arguments, `loss_sums` of the last chunk."""
         if mtp_batch is None:
             return super().forward(
                 tokens_bs, position_ids_bs, hidden_sbh=hidden_sbh, dropout_key=dropout_key, **others

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm as two compiled functions, one pass over memory forward and one backward. LayerNorm in 16 bits.
+"""LayerNorm and RMSNorm as two compiled functions with one pass over memory each; uncompiled LayerNorm in 16 bits.
 
 Shapes in names: r rows, h features.
 """
