@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +41,17 @@ from megatron.parallel.collectives import (
 )
 from megatron.parallel.mesh import Axis
 from megatron.planner.calibrate_attention import attention_kernels, attention_seconds, ring_kernels, with_ring
-from megatron.planner.calibrate_model import VOCAB_SIZE, build_model, checked, forward, make_job, microbatch
+from megatron.planner.calibrate_model import (
+    BESIDE,
+    CHECKED,
+    JOBS,
+    OPTIMIZED,
+    VOCAB_SIZE,
+    build_model,
+    checked,
+    forward,
+    microbatch,
+)
 from megatron.planner.cluster import Cluster, Device, Efficiency, Link, Measured
 from megatron.planner.description import describe
 from megatron.planner.layout import Job, Layout
@@ -61,28 +70,6 @@ SIDE, COPIED = 1024, 1 << 24  # rows and columns of the square product; elements
 TOKENS, HIDDEN = 128, 1024  # shape for element-wise operations
 PEAKS = ("copy", "square")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "shift")
-MIXTURE: dict[str, Any] = {
-    "add_bias_linear": False,
-    "num_experts": 4,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 2048,
-    "moe_grouped_gemm": True,
-}
-# Each model's time depends more on its constant than the other models' times do. Products have several sizes, since no
-# constant suits them all. Only the kernels of one layer of attention run.
-JOBS = {
-    "matmul": (make_job(2, 512, 8, 256), make_job(1, 1024, 16, 256)),
-    "accumulate": (make_job(2, 512, 8, 64), make_job(1, 1024, 16, 64)),
-    "attention": (make_job(1, 512, 8, 256), make_job(1, 512, 8, 512)),
-    "launch": (make_job(2, 64, 1, 16),),
-    "expert": (make_job(1, 768, 12, 256, **MIXTURE),),
-}
-# Forward passes of this model run between measured collectives. One takes some milliseconds, as does the computation
-# between two collectives of a model that is trained on CPUs.
-BESIDE = make_job(1, 256, 4, 64)
-# Another model, to compare the result with.
-CHECKED = make_job(4, 768, 12, 128)
-OPTIMIZED = JOBS["matmul"][1]  # the model whose optimizer is timed
 FIT_STEPS = 250  # enough for the constants to converge
 # Largest ratio of the speeds of products and the square one, of accumulating gradients and the optimizer, and of
 # experts' and other products.
@@ -218,7 +205,7 @@ def microbatch_seconds(job: Job, cluster: Cluster) -> float:
 
 
 def _measure(rank: int, processes: int, folder: str, dtype: torch.dtype) -> None:
-    """Measure on one process; the first writes the means of all."""
+    """Measure on one process; the first writes the means of all cycles."""
     store = dist.FileStore(f"{folder}/store", processes)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=processes)
     found: list[dict[str, float]] = []
@@ -227,7 +214,7 @@ def _measure(rank: int, processes: int, folder: str, dtype: torch.dtype) -> None
         found.append(cycle)
         if rank == 0 and cycle["elapsed"] // PROGRESS > earlier // PROGRESS:
             print(f"  {cycle['elapsed']:.0f} of about {SECONDS:.0f} s", flush=True)
-        if cycle["elapsed"] >= SECONDS:  # on all processes, since it is their mean
+        if cycle["elapsed"] >= SECONDS:  # the same on all processes
             break
     if rank == 0:
         quarters = _quarters([cycle["check"] for cycle in found])
@@ -242,9 +229,10 @@ def _measure(rank: int, processes: int, folder: str, dtype: torch.dtype) -> None
 
 
 def cycles(rank: int, processes: int, dtype: torch.dtype) -> Iterator[dict[str, float]]:
-    """Yield the seconds of each measurement, the mean over the processes, once in a cycle of some seconds.
+    """Yield the seconds of each measurement once in a cycle of some seconds.
 
-    Also the seconds that have passed since the first cycle, as "elapsed". The process group must be there.
+    Processes wait for the slowest. So a computation counts with its seconds there, and a collective with what it adds
+    to them. Also the seconds that have passed since the first cycle, as "elapsed". The process group must be there.
     """
     keep_freed_memory()
     torch.set_num_threads(1)
@@ -265,9 +253,11 @@ def cycles(rank: int, processes: int, dtype: torch.dtype) -> Iterator[dict[str, 
         for name, run in runs.items():
             dist.barrier()
             seconds.append(statistics.mean(run() for _ in range(times[name])))
-        means = torch.tensor([*seconds, time.perf_counter() - begin], dtype=torch.float64)
-        dist.all_reduce(means)
-        yield dict(zip((*runs, "elapsed"), (means / processes).tolist(), strict=True))
+        names = (*runs, "elapsed")
+        signs = torch.tensor([-1.0 if _communicates(name) else 1.0 for name in names], dtype=torch.float64)
+        slowest = signs * torch.tensor([*seconds, time.perf_counter() - begin], dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        yield dict(zip(names, (signs * slowest).tolist(), strict=True))
 
 
 def mean_of(found: Sequence[dict[str, float]]) -> dict[str, float]:

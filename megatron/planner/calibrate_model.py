@@ -29,6 +29,32 @@ def make_job(layers: int, hidden: int, heads: int, length: int, **more: Any) -> 
     return Job(model, length, VOCAB_SIZE, global_batch_size=1)
 
 
+MIXTURE: dict[str, Any] = {
+    "add_bias_linear": False,
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 2048,
+    "moe_grouped_gemm": True,
+}
+# A rank's part of such a model with two tensor-parallel ranks.
+NARROW: dict[str, Any] = {"kv_channels": 64, "ffn_hidden_size": 1024}
+# Each model's time depends more on its constant than the other models' times do. Products have several sizes, since no
+# constant suits them all. For attention, only the kernels of one layer run.
+JOBS = {
+    "matmul": (make_job(2, 512, 8, 256), make_job(1, 1024, 16, 256), make_job(2, 512, 4, 256, **NARROW)),
+    "accumulate": (make_job(2, 512, 8, 64), make_job(1, 1024, 16, 64)),
+    "attention": (make_job(1, 512, 8, 256), make_job(1, 512, 8, 512)),
+    "launch": (make_job(2, 64, 1, 16),),
+    "expert": (make_job(1, 768, 12, 256, **MIXTURE),),
+}
+# Forward passes of this model run between measured collectives. One takes some milliseconds, as does the computation
+# between two collectives of a model that is trained on CPUs.
+BESIDE = make_job(1, 256, 4, 64)
+# Another model, to compare the result with.
+CHECKED = make_job(4, 768, 12, 128)
+OPTIMIZED = JOBS["matmul"][1]  # the model whose optimizer is timed
+
+
 def build_model(job: Job, ops: Ops, device: torch.device, dtype: torch.dtype) -> tuple[GPTModel, ParamBuffer]:
     """The model of a job with initial parameters."""
     with torch.device("meta"):

@@ -16,15 +16,14 @@ from megatron.planner.calibrate import (
     COLLECTIVES,
     COPIED,
     HIDDEN,
-    JOBS,
     MESSAGES,
-    OPTIMIZED,
     SIDE,
     TOKENS,
     fit_cluster,
     job_seconds,
 )
 from megatron.planner.calibrate_attention import ring_seconds
+from megatron.planner.calibrate_model import JOBS, OPTIMIZED
 from megatron.planner.cluster import Cluster, Device, Efficiency, Link, Measured
 from megatron.planner.layout import Layout
 from megatron.planner.parameters import stage_parameters
