@@ -647,9 +647,9 @@ def test_a_list_on_the_command_line_replaces_that_of_the_file(tmp_path: Path) ->
         ("lr: 1\nlr: 2", "line 2: lr is given twice"),
         (
             "num_layers: 8\nnum-layers: 6",
-            "num-layers is the flag that num_layers gives; leave one of them out",
+            "num_layers and num-layers are the same flag; leave one of them out",
         ),
-        ("vocab: a\nvocab-file: a", "vocab-file is the flag that vocab gives; leave one of them out"),
+        ("vocab: a\nvocab-file: a", "vocab and vocab-file are the same flag; leave one of them out"),
         ("lr: 1:30", "--lr: '1:30' is not a number"),
         ("? [a, b]\n: 1", "line 1: a name must be text"),
         ("", "must hold 'name: value' lines"),

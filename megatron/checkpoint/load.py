@@ -14,7 +14,8 @@ from megatron.optim.optimizer import Optimizer
 from megatron.parallel.collectives import all_reduce_max
 from megatron.parallel.mesh import Mesh
 
-# Ends the names of tensors that a run or its checkpoint may lack: the load of the last batch, for global_aux_loss.
+# Ends the names of tensors that a run or its checkpoint may lack: the load of the last batch, for global_aux_loss. The
+# load/ of an expert bias is another: each step counts it anew.
 OPTIONAL = ".router.load"
 
 
@@ -47,7 +48,8 @@ def load_into(checkpoint: Checkpoint, buffer: ParamBuffer, optimizer: Optimizer 
     }
     hint = "; if --optimizer or --freeze changed, --no-load-optim begins with a new optimizer state"
     check_known(state, names, buffer.mesh, hint)
-    if lacking := {name for name in names - state.index.keys() if not name.endswith(OPTIONAL)}:
+    required = {name for name in names if not (name.endswith(OPTIONAL) or name.startswith("load/"))}
+    if lacking := required - state.index.keys():
         raise InputError(f"{state.folder}: lacks the tensor {min(lacking)}{hint}")
     read_weights(buffer, *((state, "master/") if has_master else (weights, "")))
     for kind, shards in optimizer.state.items():

@@ -276,7 +276,7 @@ class _Writer:
 
     def _tokens(self, sequence: SequenceState) -> list[dict[str, Any]]:
         text, entries = TokenText(self.tokenizer, sequence.request.prompt), list[dict[str, Any]]()
-        # The end-of-document token has a log-probability, the last one, but is not in `new`.
+        # The token that ends the text has a log-probability, the last one, but is not in `new`.
         for token, logprob in zip(sequence.new, sequence.logprobs, strict=False):
             top = [{"id": i, "text": text.name(i), "logprob": value} for i, value in logprob.top]
             entries.append({"id": token, "text": text.add(token), "logprob": logprob.logprob, "top": top})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from megatron.errors import InputError
@@ -14,6 +15,7 @@ CONTEXT_TOKENS, MAX_INCOMPLETE_TOKENS = 6, 4
 INCOMPLETE = "\ufffd"
 
 
+@functools.cache  # a server may outlive the files of the checkpoint that it serves
 def end_tokens(tokenizer: Tokenizer) -> frozenset[int]:
     """Return the tokens that end a text: the end of a document, and what a Hugging Face model adds to it.
 
@@ -50,6 +52,7 @@ class TextStream:
         self._ids = self._last_of(prompt)
         # Tokens from `_from` on are decoded together; the text of those before `_shown` has been returned.
         self._from, self._shown = 0, len(self._ids)
+        self._incomplete = 0  # tokens of an incomplete character at the end
         self._held = ""  # text that may begin a stop string
         self.stopped = False
 
@@ -57,8 +60,10 @@ class TextStream:
         """Return the text that is final with one more token, since the previous call."""
         self._ids += self._without_special([token])
         text = self._decoded()
-        if text.endswith(INCOMPLETE) and len(self._ids) - self._shown < MAX_INCOMPLETE_TOKENS:
+        self._incomplete = self._incomplete + 1 if text.endswith(INCOMPLETE) else 0
+        if 0 < self._incomplete < MAX_INCOMPLETE_TOKENS:
             return ""
+        self._incomplete = 0
         return self._release(text)
 
     def finish(self) -> str:
@@ -94,6 +99,9 @@ class TextStream:
     def _release(self, text: str) -> str:
         if text:
             self._from, self._shown = self._shown, len(self._ids)
+        else:  # a long run of tokens without a text is not decoded again and again
+            self._from = max(self._from, len(self._ids) - CONTEXT_TOKENS - MAX_INCOMPLETE_TOKENS)
+            self._shown = max(self._from, self._shown)
         text = self._held + text
         ends = [at for stop in self._stops if (at := text.find(stop)) >= 0]
         if ends:

@@ -78,7 +78,7 @@ class Simulator:
         self.microbatches = layout.microbatches(job)
         self.stages, self.chunk_layers = layout.distinct_stages(job), layout.layers(job)
         # A microbatch's gradients of a chunk are read, and the accumulated gradients read and written. In fp32 the
-        # products that compute them add them, and only read the accumulated ones more.
+        # products add to the accumulated gradients, which costs only one more read.
         element = cluster.device.element
         accesses = element + 2 * program.gradient if element < 4 else program.gradient
         size = self._parameters / layout.chunks * accesses

@@ -57,7 +57,7 @@ class LastLoad(_LoadSpec):
     """Keeps the load for the auxiliary loss of the next global batch."""
 
     suffix = "router.load"
-    trains = False  # --freeze does not change it
+    trains = False  # does not count as a parameter that --freeze leaves to train
 
     def updated(self, weight: Tensor, load: Tensor) -> Tensor:
         return load

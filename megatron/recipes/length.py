@@ -50,7 +50,7 @@ class LengthConfig(PluginConfig):
 
 
 def replace_default_length(given: dict[str, Any]) -> dict[str, Any]:
-    """Add to the values given that a length in another unit is no longer the default.
+    """Set the default lengths to None if a length is given, in whatever unit.
 
     Raises:
         InputError: several lengths are given.
@@ -86,7 +86,8 @@ def length_in_samples(values: dict[str, Any]) -> dict[str, Any]:
     samples = UNTIL_KNOWN
     if length == "train_tokens":
         samples = values["train_tokens"] // values["seq_length"]
-        smallest = values.get("global_batch_size") or values.get("micro_batch_size") or 1
+        ramp = values.get("rampup_batch_size") or (None,)
+        smallest = ramp[0] or values.get("global_batch_size") or values.get("micro_batch_size") or 1
         if samples < smallest:
             raise InputError(
                 f"--train-tokens: {values['train_tokens']} is less than a batch of {smallest} samples of --seq-length "
@@ -146,7 +147,7 @@ def check_length(config: RunConfig, batch_schedule: BatchSchedule) -> None:
         if samples == UNTIL_KNOWN:
             return
         given = f"--train-epochs: {length.train_epochs:g} are {samples} samples,"
-    raise InputError(f"{given} less than a batch of {batch} samples; raise it or lower --global-batch-size")
+    raise InputError(f"{given} less than a batch of {batch} samples; raise it or lower the batch size")
 
 
 def _flag(name: str) -> str:

@@ -60,7 +60,7 @@ def _read_settings(path: Path, parser: Parser) -> list[str]:
             continue
         action = flags[name]
         if id(action) in spelled:
-            raise InputError(f"{key} is the flag that {spelled[id(action)]} gives; leave one of them out")
+            raise InputError(f"{spelled[id(action)]} and {key} are the same flag; leave one of them out")
         spelled[id(action)] = key
         arguments += _setting(name, value, action)
     return arguments

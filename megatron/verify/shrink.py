@@ -252,7 +252,7 @@ def _small_optimizer(optimizer: OptimizerConfig) -> OptimizerConfig:
 
 
 def _cpu_ops(ops: OpsConfig) -> OpsConfig:
-    """The same operations on a CPU, which apex does not have."""
+    """Replace --ops-backend apex, which needs a GPU, by auto."""
     return dataclasses.replace(ops, ops_backend="auto") if ops.ops_backend == "apex" else ops
 
 
@@ -260,9 +260,7 @@ def _frozen(freezing: FreezeConfig, task: str, model: ModelConfig) -> FreezeConf
     """The patterns that match a parameter of the small model, which has other layers than the large one."""
     if freezing.freeze is None:
         return freezing
-    from megatron.interop.external import meta_model
-
-    names = [name for name, _ in meta_model(task, model, MIN_VOCAB).named_parameters()]
+    names = _parameter_names(task, model)
     kept = tuple(pattern for pattern in freezing.freeze if any(fnmatchcase(name, pattern) for name in names))
     if all(any(fnmatchcase(name, pattern) for pattern in kept) for name in names):
         raise InputError(
@@ -270,6 +268,22 @@ def _frozen(freezing: FreezeConfig, task: str, model: ModelConfig) -> FreezeConf
             f"{model.num_layers} layers; verify the run without it"
         )
     return FreezeConfig(freeze=kept or None)
+
+
+def _parameter_names(task: str, model: ModelConfig) -> list[str]:
+    """Names of the parameters that a run trains."""
+    import torch
+
+    from megatron.interop.external import meta_model
+    from megatron.model.context import ModelContext
+    from megatron.variants.multi_token_prediction import MTPModel
+
+    if not model.mtp_num_layers:
+        whole = meta_model(task, model, MIN_VOCAB)
+    else:
+        with torch.device("meta"):
+            whole = MTPModel(model, ModelContext(vocab_size=MIN_VOCAB, padded_vocab_size=MIN_VOCAB))
+    return [name for name, _ in whole.named_parameters()]
 
 
 def _plugins(config: RunConfig, task: str, model: ModelConfig) -> dict[str, Any]:

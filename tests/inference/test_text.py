@@ -113,9 +113,10 @@ def test_a_character_has_the_place_of_its_last_token(byte_fallback: HuggingFaceT
     assert after.name(ids[3]) == f"token_id:{ids[3]}"
 
 
+@pytest.mark.parametrize("text", ["Once日🎉 upon", "🎉 upon"])
 @pytest.mark.parametrize("end", range(1, 8))
-def test_segments_join_to_the_text(byte_fallback: HuggingFaceTokenizer, end: int) -> None:
-    ids = byte_fallback.tokenize("Once日🎉 upon")[:end]
+def test_segments_join_to_the_text(byte_fallback: HuggingFaceTokenizer, text: str, end: int) -> None:
+    ids = byte_fallback.tokenize(text)[:end]
     assert "".join(_segments(ids, byte_fallback)) == byte_fallback.detokenize(ids)
 
 
@@ -126,6 +127,23 @@ def test_a_prompt_may_end_in_characters_of_bytes(byte_fallback: HuggingFaceToken
     ids = byte_fallback.tokenize("Once" + "🎉" * length + "🎈 upon")[len(prompt) :]
     stream = TextStream(byte_fallback, prompt)
     assert [stream.add(token) for token in ids] == ["", "", "", "🎈", " upon"]
+
+
+def test_a_text_that_begins_with_a_character_of_bytes(byte_fallback: HuggingFaceTokenizer) -> None:
+    """The space before it, a token of its own, has no text."""
+    text = TokenText(byte_fallback, [])
+    added = [text.add(token) for token in byte_fallback.tokenize("🎉 upon")]
+    assert added == ["", "", "", "", "🎉", " upon"]
+
+
+def test_tokens_without_a_text_do_not_pile_up() -> None:
+    class Silent(ByteTokenizer):
+        def detokenize(self, ids: Sequence[int]) -> str:
+            return super().detokenize([i for i in ids if i != 1])
+
+    stream = TextStream(Silent(), [])
+    assert [stream.add(1) for _ in range(100)] == [""] * 100
+    assert len(stream.context) <= 10 and stream.add(ord("a")) == "a"
 
 
 def test_special_tokens_have_a_text() -> None:

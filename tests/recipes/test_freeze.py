@@ -19,6 +19,8 @@ from megatron.parallel.mesh import Mesh
 from megatron.plugins import run
 from megatron.pretrain_gpt import GPT
 from megatron.recipes.config import FreezeConfig
+from megatron.recipes.expert_balance import ExpertBias, LastLoad
+from megatron.recipes.freeze import Frozen
 
 FLAGS = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 250 --num-layers 2 --hidden-size 32 --num-workers 0
@@ -110,6 +112,21 @@ def test_the_load_of_a_frozen_router_is_counted(tmp_path: Path, pattern: str) ->
         frozen = pattern == "*.router.*" or layer == "1"
         assert bias.dtype == torch.float32 and bool(bias.any()) != frozen
         assert torch.equal(first[f"{router}.weight"], last[f"{router}.weight"]) == frozen
+
+
+@pytest.mark.parametrize("precision", ["", "--bf16"])
+def test_a_run_of_an_earlier_version_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    """Its frozen bias was updated by `Frozen`, which has no state."""
+    flags = f"{MIXTURE} {precision} --freeze *.router.* --load {tmp_path}/run"
+    monkeypatch.setattr("megatron.training.build.FIRST_OPTIMIZERS", [Frozen, ExpertBias, LastLoad])
+    train(str(tmp_path), f"{flags} --train-iters 1")
+    monkeypatch.undo()
+    train(str(tmp_path), f"{flags} --train-iters 2")
+    last = load_file(tmp_path / "run" / "iter_0000002" / "model.safetensors")
+    router = "decoder.layers.0.mlp.router"
+    assert not last[f"{router}.expert_bias"].any() and last[f"{router}.load"].sum() == 4 * 16 * 2
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_samples_that_fill_no_batch(flags: str, message: str) -> None:
     config = parse(*flags.split(), *(["--global-batch-size", "8"] if "rampup" in flags else []))
     with pytest.raises(InputError) as error:
         check_layout(config, 4 if "rampup" not in flags else 2)
-    assert str(error.value) == f"{message}; raise it or lower --global-batch-size"
+    assert str(error.value) == f"{message}; raise it or lower the batch size"
 
 
 def write_corpus(prefix: Path, documents: int) -> Path:

@@ -129,6 +129,9 @@ def test_frozen_parameters_that_are_left() -> None:
         in small.changes
     )
     assert shrunk("--num-layers 16 --freeze *.12.*", 1).config.plugin(FreezeConfig).freeze is None
+    rope = "--num-layers 16 --mtp-num-layers 1 --position-embedding-type rope --freeze"
+    for patterns in (("embedding.*", "decoder.*"), ("mtp.*",)):
+        assert shrunk(f"{rope} {' '.join(patterns)}", 1).config.plugin(FreezeConfig).freeze == patterns
     rest = "--num-layers 16 --freeze embedding.* decoder.layers.[0-9].* decoder.final_layernorm.*"
     with pytest.raises(InputError, match=r"leaves no parameter to train in the small model of 4 layers"):
         shrunk(rest, 1)

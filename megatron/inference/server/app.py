@@ -145,7 +145,7 @@ class Service:
         return models[name]
 
     async def _in_thread(self, handle: RequestHandle, request: Request, function: Callable[[], T]) -> T:
-        """Tokenize or format a request on another thread, since it may take long."""
+        """Tokenize a request or format its response on another thread, since that may take long."""
         seconds = self.config.request_timeout
         try:
             return await _while_connected(
