@@ -4,8 +4,8 @@
 
 Runs have single-threaded processes, one on each of two cores or one alone. The speed of a shared machine may double
 within ten seconds. So a cycle of the measurements of `tools/plan.py --calibrate` comes before and after each step of a
-group of layouts. The mean of a layout's steps is compared with the prediction for the means of the cycles beside them.
-Run this on an otherwise idle machine.
+group of layouts. Constants are fitted to the means of all cycles of the group, and each step is scaled by the speed of
+the machine beside it, the mean seconds of a cycle over those of these two. Run this on an otherwise idle machine.
 
 Mixtures choose experts at random, as in NVIDIA's benchmarks (--moe-router-force-load-balancing): the planner takes each
 expert as equally likely, while an untrained router gives one of two ranks up to 13% more rows than the mean.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import statistics
 import sys
@@ -152,10 +153,13 @@ def compare(config: BenchmarkConfig, layouts: Sequence[str], precision: str) -> 
     for processes in (1, 2):
         names = [name for name in layouts if LAYOUTS[name][0] == processes]
         for group in (names[i : i + GROUP] for i in range(0, len(names), GROUP)):
-            for name, (seconds, beside) in measure(flags, group, precision, config.rounds).items():
+            steps, found = measure(flags, group, precision, config.rounds)
+            cluster = fit_cluster(mean_of(found), processes, PRECISIONS[precision])
+            cycle = [sum(seconds for part, seconds in x.items() if part != "elapsed") for x in found]
+            slowness = [(x + y) / 2 / statistics.mean(cycle) for x, y in itertools.pairwise(cycle)]
+            for name, seconds in steps.items():
                 job, layout = given(flags, name)
-                cluster = fit_cluster(mean_of(beside), processes, PRECISIONS[precision])
-                measured = statistics.mean(seconds)
+                measured = statistics.mean(x / slowness[i] for i, x in seconds.items())
                 predicted = Simulator(job, layout, cluster, OURS).step().seconds
                 yield {
                     "precision": precision,
@@ -163,7 +167,7 @@ def compare(config: BenchmarkConfig, layouts: Sequence[str], precision: str) -> 
                     "measured": round(measured, 4),
                     "predicted": round(predicted, 4),
                     "error": round(predicted / measured - 1, 4),
-                    "steps": [round(x, 3) for x in seconds],
+                    "steps": [round(x, 3) for x in seconds.values()],
                 }
 
 
@@ -193,9 +197,13 @@ def calibrate(processes: int, precision: str) -> Iterator[dict[str, float]]:
 
 def measure(
     flags: str, names: Sequence[str], precision: str, rounds: int
-) -> dict[str, tuple[list[float], list[dict[str, float]]]]:
-    """Return the seconds of the steps of each layout, which take turns, and the cycles before and after them."""
-    found: dict[str, tuple[list[float], list[dict[str, float]]]] = {name: ([], []) for name in names}
+) -> tuple[dict[str, dict[int, float]], list[dict[str, float]]]:
+    """Measure the steps of each layout, which take turns, and a cycle before and after each step.
+
+    Returns:
+        The seconds of the steps of each layout by the index of the cycle before them, and the cycles.
+    """
+    steps: dict[str, dict[int, float]] = {name: {} for name in names}
     processes = LAYOUTS[names[0]][0]
     with contextlib.ExitStack() as stack:
         workers = {}
@@ -204,15 +212,12 @@ def measure(
         for run in workers.values():
             run.next()
         calibration = stack.enter_context(Workers(calibrate, processes, processes, precision))
-        before = calibration.next()[0]
+        found = [calibration.next()[0]]
         for _ in range(rounds):
             for name, run in workers.items():
-                seconds, beside = found[name]
-                seconds.append(run.next()[0])
-                after = calibration.next()[0]
-                beside += before, after
-                before = after
-    return found
+                steps[name][len(found) - 1] = run.next()[0]
+                found.append(calibration.next()[0])
+    return steps, found
 
 
 if __name__ == "__main__":
