@@ -2,7 +2,7 @@
 
 One single-threaded process per core, at least two, measure at the same time, because cores share memory bandwidth. The
 efficiencies of matrix products, those of experts apart, and of accumulating gradients and the launch overhead are
-fitted to the times of six small models. The kernels of attention are measured alone, for one process and for ring
+fitted to the times of seven small models. The kernels of attention are measured alone, for one process and for ring
 attention. So are gloo's collectives: its all-gathers and reduce-scatters take as long as its all-reduces. The speed of
 a shared machine may change within seconds, so all measurements take turns in cycles of some seconds, and count by their
 means.
