@@ -22,9 +22,8 @@ from megatron.training.config import PLUGIN_CONFIGS, RunConfig
 PARSER_EXTENSIONS: list[Callable[[Parser], None]] = []
 # Functions that parse other words than those of the command line, which overrides them. Filled by `megatron.plugins`.
 BEFORE_COMMAND_LINE: list[Callable[[Sequence[str], Parser, argparse.Namespace], None]] = []
-# Functions from the values given, by field, to those to use. Filled by `megatron.plugins`.
+# Functions from values by field, without and with defaults, to those to use. Filled by `megatron.plugins`.
 AFTER_COMMAND_LINE: list[Callable[[dict[str, Any]], dict[str, Any]]] = []
-# The same, for all values, defaults included.
 AFTER_DEFAULTS: list[Callable[[dict[str, Any]], dict[str, Any]]] = []
 
 

@@ -231,6 +231,7 @@ def test_a_switch_inverts_its_default() -> None:
         "enable_optimizer_post_validation": "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h2 "
         "--untie-embeddings-and-output-weights",
         "save_best": "--save folder",
+        "strict_lambada": "--eval-tasks LAMBADA --eval-tasks-data file",
         "manual_gc_eval": "--manual-gc",
         "multi_latent_attention": "--position-embedding-type rope",
         "yarn_correction_range_round_to_int": "--use-rope-scaling --rope-scaling-type yarn",

@@ -57,7 +57,7 @@ def test_read_file(tmp_path: Path) -> None:
         ("vocab.json", lambda path: read_json(str(path)), 1 << 28),
         ("x.model", lambda path: SentencePieceTokenizer(str(path)), 1 << 28),
         ("key", lambda path: ServerConfig(api_key_file=str(path)).api_key(), 1000),
-        ("metrics", lambda path: MetricsFile(path, CONFIG).start(0, evaluation_due=False), 1 << 32),
+        ("metrics", lambda path: MetricsFile(path, CONFIG).start(0, 0, evaluation_due=False), 1 << 32),
     ],
 )
 def test_readers_of_a_sparse_file(tmp_path: Path, name: str, read, most: int) -> None:
@@ -74,7 +74,7 @@ def test_readers_of_a_sparse_file(tmp_path: Path, name: str, read, most: int) ->
 def test_metrics_of_nested_brackets(tmp_path: Path) -> None:
     (tmp_path / "metrics").write_text("[" * 10**5 + "\n")
     with pytest.raises(InputError, match=r"--metrics-path: .*metrics is not a file of metrics"):
-        MetricsFile(tmp_path / "metrics", CONFIG).start(0, evaluation_due=False)
+        MetricsFile(tmp_path / "metrics", CONFIG).start(0, 0, evaluation_due=False)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "events.jsonl"])
@@ -88,7 +88,7 @@ def test_a_page_of_zeros_within_metrics(
     damaged = rows[0] + "\0" * 20 + "\n" + rows[2] + rows[3]
     path.write_text(damaged)
     writer = MetricsFile(tmp_path / "metrics.jsonl", CONFIG)
-    writer.start(4, evaluation_due=False)
+    writer.start(4, 32, evaluation_due=False)
     writer.close(failed=False)
     assert path.read_text().startswith(rows[0] + rows[2] + rows[3])
     assert (tmp_path / f"metrics.{suffix}.damaged").read_text() == damaged

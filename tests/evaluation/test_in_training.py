@@ -81,7 +81,8 @@ def test_eval_tasks_do_not_change_training(pretrain, files: list[str], tmp_path:
     for kind, file, row in zip(KINDS, files, metric_rows[-3:], strict=True):
         result = tmp_path / "result.json"
         words = ["--load", str(tmp_path / "run"), "--device", "cpu", "--task", kind, "--valid-data", file]
-        evaluate.main([*words, "--overlapping-eval", "7", "--output-path", str(result)])
+        overlapping = [] if kind == "LAMBADA" else ["--overlapping-eval", "7"]
+        evaluate.main([*words, *overlapping, "--output-path", str(result)])
         standalone = {f"{kind} {name}": x for name, x in json.loads(result.read_text())["results"].items()}
         assert standalone == pytest.approx({name: row[name] for name in standalone}, rel=1e-6)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
