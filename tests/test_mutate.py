@@ -116,6 +116,7 @@ def checkout(tmp_path: Path) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_faults_are_counted_once_and_survivors_shown(checkout: Path, tmp_path: Path, capsys) -> None:
     results = ["--results", str(tmp_path / "results.jsonl")]
     assert mutate.main(["--count", "9", *results], checkout) == 0

@@ -46,14 +46,8 @@ def accuracies(path: Path, name: str) -> list[float]:
     return [row[f"accuracy {name}"] for row in metrics(path) if f"accuracy {name}" in row]
 
 
-@pytest.mark.parametrize(
-    ("task", "epochs"),
-    [
-        ("MNLI", 3),
-        pytest.param("QQP", 6, marks=pytest.mark.slow),
-        pytest.param("RACE", 3, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("task", "epochs"), [("MNLI", 3), ("QQP", 6), ("RACE", 3)])
 def test_finetuning_learns_a_rule(
     tmp_path: Path, task: str, epochs: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -134,7 +134,7 @@ def test_prompt_logprobs(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "bloom", "gemma2", "gpt_oss", "deepseek_v3"])
-@pytest.mark.parametrize("piece", [1, 3, 6, 7, 100])
+@pytest.mark.parametrize("piece", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 6, 7, 100))])
 def test_prompts_are_scored_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, piece: int
 ) -> None:

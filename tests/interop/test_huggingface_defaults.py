@@ -15,9 +15,10 @@ from megatron.model.config import ModelConfig
 
 # Fields without which a family's default config is no model that is supported.
 NEEDED = {"deepseek_v2": {"num_experts_per_tok": 6}}
-KINDS: list[tuple[str, dict[str, Any]]] = [(kind, {}) for kind in FAMILIES]
+KINDS: list[Any] = [(kind, {}) for kind in FAMILIES]
+WIDE = {"num_attention_heads": 64, "hidden_size": 4096}  # other than the default of num_key_value_heads
 KINDS += [
-    (kind, {"num_attention_heads": 64, "hidden_size": 4096})  # other than the default of num_key_value_heads
+    pytest.param(kind, WIDE, marks=pytest.mark.slow)
     for kind, family in FAMILIES.items()
     if "num_key_value_heads" in family.settings
 ]

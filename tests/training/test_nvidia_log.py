@@ -29,7 +29,7 @@ VALIDATION, TEST = "1.566344E+01", "1.526804E+01"
     ("start", "replicas", "layout"),
     [
         ("init_tp1", 1, []),
-        ("init_tp2", 2, ["--tensor-model-parallel-size", 2]),
+        pytest.param("init_tp2", 2, ["--tensor-model-parallel-size", 2], marks=pytest.mark.slow),
         pytest.param("init_pp2", 2, ["--pipeline-model-parallel-size", 2], marks=pytest.mark.slow),
         pytest.param("init_tp1", 2, [], marks=pytest.mark.slow),
     ],
