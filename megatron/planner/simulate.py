@@ -78,10 +78,11 @@ class Simulator:
         self.microbatches = layout.microbatches(job)
         self.stages, self.chunk_layers = layout.distinct_stages(job), layout.layers(job)
         # A microbatch's gradients of a chunk are read, and the accumulated gradients read and written. In fp32 the
-        # products add to the accumulated gradients, which costs only one more read.
+        # products add to the accumulated gradients, which costs only one more read. Grouped products of experts do not;
+        # their constant, fitted with the same formula, includes the addition.
         element = cluster.device.element
-        accesses = element + 2 * program.gradient if element < 4 else program.gradient
-        size = self._parameters / layout.chunks * accesses
+        moved = element + 2 * program.gradient if element < 4 else program.gradient
+        size = self._parameters / layout.chunks * moved
         self.accumulation = size / (self._stream_bandwidth * cluster.efficiency.accumulate)
         self.transfer = self._transfer()
 
