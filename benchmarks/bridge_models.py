@@ -1,4 +1,4 @@
-"""Models of the rows of published-runs-bridge.jsonl."""
+"""Models of the published runs in the form of Megatron Bridge."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron.model.config import ModelConfig
 
 
 def model_of(name: str, shape: dict[str, Any], seq_length: int) -> ModelConfig:
-    """The model of a row of published-runs-bridge.jsonl."""
+    """The model of a row in the form of Megatron Bridge."""
     fields: dict[str, Any] = {
         "num_layers": shape["layers"],
         "hidden_size": shape["hidden"],

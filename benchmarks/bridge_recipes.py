@@ -49,7 +49,7 @@ def release(row: dict[str, Any]) -> str:
 
 
 def program_name(row: dict[str, Any]) -> str:
-    """The planner's name for the program of a row of published-runs-bridge.jsonl."""
+    """The planner's name for the program of a row in the form of Megatron Bridge."""
     program = row["program"].lower()
     for text, name in (("torchtitan", "torchtitan"), ("maxtext", "maxtext"), ("automodel", "automodel")):
         if text in program:

@@ -3,8 +3,8 @@
     python benchmarks/planner.py                                  # writes the papers' tables and plots into docs
     python benchmarks/planner.py --rows FILE [FILE ...] [--limit 8] [--fit]
 
-`--rows` takes files in the format of published-runs.jsonl or of published-runs-bridge.jsonl, prints each row with its
-error, and ends with a line of the means. The predictions are deterministic and do not depend on the machine.
+`--rows` takes files like those in benchmarks/published, prints each row with its error, and ends with a line of the
+means. The predictions are deterministic and do not depend on the machine.
 """
 
 from __future__ import annotations

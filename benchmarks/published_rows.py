@@ -1,4 +1,4 @@
-"""Published runs as inputs of the planner: rows of published-runs.jsonl and of published-runs-bridge.jsonl."""
+"""Published runs as inputs of the planner: rows with `gpus`, and rows with `num_gpus` (the form of Megatron Bridge)."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def fp8_format(precision: str) -> str | None:
 
 
 def _run(row: dict[str, Any]) -> Row:
-    """A row of published-runs.jsonl."""
+    """A row with `gpus`."""
     row = RUN_DEFAULTS | _given(row)
     model = ModelConfig(**({"max_position_embeddings": row["seq"]} | _given(row["model"])))
     if layers := re.match(r"(\d+) layers and two embeddings", row["note"]):  # of which each counts as a layer
@@ -283,7 +283,7 @@ def _shapes(job: Job, cluster: Cluster) -> Iterator[Layout]:
 
 
 def _bridge_run(row: dict[str, Any]) -> Row:
-    """A row of published-runs-bridge.jsonl."""
+    """A row with `num_gpus`."""
     shape, split = _given(row["model"]), LAYOUT_DEFAULTS | _given(row.get("layout"))
     if shape.get("kind", "dense") not in ("dense", "moe"):
         raise NotExpressed(f"a model of kind {shape['kind']}")
