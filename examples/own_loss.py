@@ -23,7 +23,14 @@ def build_model(config: RunConfig, context: ModelContext, chunk: Chunk | None) -
 
 def forward(model: nn.Module, batch: GPTBatch, hidden: Tensor | None, dropout_key: object) -> Tensor:
     """Return the sums of both terms over the batch, or the hidden states for the next pipeline stage."""
-    logits_bsv = model(batch.tokens, batch.position_ids, hidden_sbh=hidden, dropout_key=dropout_key)
+    logits_bsv = model(
+        batch.tokens,
+        batch.position_ids,
+        hidden_sbh=hidden,
+        document_ids_bs=batch.document_ids,  # for --reset-attention-mask
+        dropout_key=dropout_key,
+        sequence_grad=batch.sequence_grad,  # for the auxiliary losses of experts
+    )
     if model.output_layer is None:
         return logits_bsv
     logits_nv, weights_n = logits_bsv.flatten(0, 1).float(), batch.loss_mask.flatten()
@@ -37,14 +44,13 @@ def denominators(batch: GPTBatch) -> Tensor:
     return batch.loss_mask.sum().repeat(2)
 
 
-# Evaluations report the usual loss, which other runs can be compared with.
 TASK = dataclasses.replace(
     GPT,
     loss_names=("smoothed loss", "z loss"),
     loss_denominators=denominators,
     build_model=build_model,
     forward=forward,
-    metric=GPT.losses,
+    metric=GPT.losses,  # evaluations report the usual loss, which other runs can be compared with
 )
 MODEL = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64}
 DATA = {"tokenizer_type": "NullTokenizer", "vocab_size": 256, "mock_data": True, "micro_batch_size": 8}

@@ -10,6 +10,15 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import torch
+from models import CPU, config_of, position_ids
+from torch import Tensor
+
+from megatron.data.gpt_dataset import GPTBatch
+from megatron.parallel.mesh import init_mesh
+from megatron.pretrain_gpt import GPT
+from megatron.training.build import build_engine
+from megatron.training.task import Task
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = sorted((ROOT / "examples").glob("*.py"))
@@ -48,6 +57,52 @@ def test_program(path: Path, program: Callable[..., str]) -> None:
         assert rates[-4:] == ["3.000E-03", "1.000E-03", "3.333E-04", "3.333E-04"]
     if path.stem == "own_loss":
         assert re.search(r"z loss: \d", out)
+
+
+def gradients(
+    task: Task, flags: str, tokens: Tensor, loss_mask: Tensor, **fields: Tensor
+) -> dict[str, Tensor]:
+    """Gradients of a batch of two samples of 16 tokens, by parameter."""
+    config = config_of(f"--hidden-dropout 0 --attention-dropout 0 {flags}")
+    positions = position_ids(0, 2, 16, CPU)
+    batch = GPTBatch(
+        tokens=tokens[:, :-1], labels=tokens[:, 1:], loss_mask=loss_mask, position_ids=positions, **fields
+    )
+    with init_mesh(config.parallel, CPU) as mesh:
+        engine = build_engine(config, task, mesh, vocab_size=60, padded_vocab_size=64)
+        engine.buffer.initialize(1)
+        engine.forward_backward(engine.next_global_batch(iter([batch]), 1, 0))
+        engine.reduce_gradients()
+        buffer = engine.buffer
+        return {param.name: param.view(buffer.grads).clone() for param in buffer.flat_params}
+
+
+def test_a_loss_of_ones_own_keeps_documents_apart() -> None:
+    """The tokens of a sample's first document have no effect on the loss of its second one."""
+    task = runpy.run_path(str(ROOT / "examples" / "own_loss.py"))["TASK"]
+    tokens = torch.randint(59, (2, 17), generator=torch.Generator().manual_seed(0))
+    other = tokens.clone()
+    other[:, :8] = (tokens[:, :8] + 1) % 59
+    is_second = (torch.arange(16) >= 8).expand(2, 16)
+    fields = {"loss_mask": is_second.float(), "document_ids": is_second.long()}
+    found = [gradients(task, "--reset-attention-mask", text, **fields) for text in (tokens, other)]
+    for name, grad in found[0].items():
+        assert grad.norm() > 0 and (grad - found[1][name]).norm() <= 1e-6 * grad.norm(), name
+
+
+def test_a_loss_of_ones_own_adds_the_auxiliary_losses() -> None:
+    """The routers' gradients without a position that has a loss, those of the auxiliary losses, equal GPT's."""
+    own_task = runpy.run_path(str(ROOT / "examples" / "own_loss.py"))["TASK"]
+    tokens = torch.randint(59, (2, 17), generator=torch.Generator().manual_seed(0))
+    flags = """
+        --disable-bias-linear --init-method-std 0.1 --num-experts 8 --moe-ffn-hidden-size 16
+        --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1
+    """
+    own, usual = (gradients(task, flags, tokens, torch.zeros(2, 16)) for task in (own_task, GPT))
+    routers = [name for name in usual if name.endswith("router.weight")]
+    assert len(routers) == 4
+    for name in routers:
+        assert usual[name].norm() > 0 and (own[name] - usual[name]).norm() <= 1e-6 * usual[name].norm(), name
 
 
 @pytest.mark.parametrize(("flags", "iterations"), [("", 100), ("--train-samples 16", 2)])
