@@ -231,14 +231,17 @@ def test_one_gpu_to_many_runs(tmp_path: Path) -> None:
     assert losses[4][-1] < losses[0][-1]
 
 
-# A first stage for the page's second one, small enough for a test.
-FIRST_STAGE = """
+# The corpora of pages whose commands begin with one, small enough for a test.
+CORPORA = """
 python tools/make_corpus.py --output my/corpus.jsonl --megabytes 0.3
 python tools/train_tokenizer.py --input my/corpus.jsonl --type bpe --vocab-size 512 --output my/tokenizer
 for name in corpus books; do
     python tools/preprocess_data.py --input my/corpus.jsonl --output-prefix my/$name --append-eod \\
         --tokenizer my/tokenizer
 done
+"""
+# A first stage for the page's second one.
+FIRST_STAGE = """
 python pretrain_gpt.py --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --micro-batch-size 16 \\
     --train-iters 30 --lr 5e-3 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear \\
     --untie-embeddings-and-output-weights --eval-iters 0 --data-path my/corpus_text_document --save my/short \\
@@ -259,7 +262,7 @@ def test_extending_a_trained_model_runs(tmp_path: Path) -> None:
         train = train.replace(long, short)
     (tmp_path / "my").mkdir()
     (tmp_path / "my" / "book.txt").write_text((ROOT / "README.md").read_text(encoding="utf-8")[:3000])
-    run_block(FIRST_STAGE, tmp_path)
+    run_block(CORPORA + FIRST_STAGE, tmp_path)
     out = run_block(train, tmp_path).stdout
     assert "note: RoPE differs from that of my/short/iter_0000030: --use-rope-scaling" in out
     assert "checkpoint trained on" not in out  # the given original length is right
@@ -276,6 +279,25 @@ def test_extending_a_trained_model_runs(tmp_path: Path) -> None:
     convert = "python tools/convert_checkpoint.py --from native --to huggingface --load my/long --save my/hf"
     run_block(convert, tmp_path)
     assert json.loads((tmp_path / "my" / "hf" / "config.json").read_text())["max_position_embeddings"] == 128
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_mixture_from_the_first_step_to_a_text(tmp_path: Path) -> None:
+    """Runs the section's commands with a smaller model and fewer iterations."""
+    (block,) = unmarked_blocks(ROOT / "docs" / "moe.md")
+    small = {"--hidden-size 128": "--hidden-size 32", "--moe-ffn-hidden-size 128": "--moe-ffn-hidden-size 32"}
+    small |= {"--train-iters 100": "--train-iters 4", "--train-iters 200": "--train-iters 6"}
+    for long, short in {**small, "--log-interval 10": "--log-interval 1", "README.md": "short.txt"}.items():
+        assert long in block
+        block = block.replace(long, short)
+    (tmp_path / "short.txt").write_text((ROOT / "README.md").read_text(encoding="utf-8")[:3000])
+    run_block(CORPORA, tmp_path)
+    out = run_block(block, tmp_path).stdout
+    assert "training: iterations 5 to 6 of 8 samples, resumed from my/mixture" in out
+    assert "The first thing" in out
+    config = json.loads((tmp_path / "my" / "exported" / "config.json").read_text())
+    assert config["model_type"] == "mixtral" and config["num_local_experts"] == 8
 
 
 def wait_for_server(port: int, server: subprocess.Popen) -> None:
