@@ -41,8 +41,10 @@ SECTIONS: dict[str, list[Any]] = {
 HEADER = """\
 # Python
 
-`megatron.api` is the Python interface: everything that a script, a notebook or a program of your own imports.
-[extending.md](extending.md) shows how the parts are used. Objects of other modules are named with their module.
+`megatron.api` is the Python interface for training. [extending.md](extending.md) shows how its parts are used. Objects
+of other modules are named with their module. [Generation](generation.md#from-python),
+[evaluation](evaluation.md#from-python) and [captures](verify.md#captures) have their own modules, described on their
+pages.
 
 `python tools/document_api.py` writes this page from the docstrings.
 """
