@@ -129,9 +129,12 @@ def test_command_parses(command: Command, monkeypatch: pytest.MonkeyPatch) -> No
         assert known, f"{command} is no program of this repository; mark its block (see this file)"
         return
     module, flags = found
-    if module == "megatron.commands.plan" and "--" in flags:
-        # The command line of a run follows, which the planner parses itself.
-        parse("megatron.pretrain_gpt", flags[flags.index("--") + 2 :], monkeypatch)
+    if "--" in flags:
+        # The command line of a run follows, which the planner and the verification parse themselves.
+        words = flags[flags.index("--") + 1 :]
+        run = program(("python", *words) if words[0].endswith(".py") else tuple(words))
+        assert run is not None, command
+        parse(*run, monkeypatch)
         flags = flags[: flags.index("--")]
     if module.startswith("examples."):
         assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
