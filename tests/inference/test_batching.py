@@ -98,7 +98,10 @@ def test_alibi_in_bf16_has_a_cache_in_fp32(tmp_path: Path) -> None:
     """On a CPU, where the bias has the dtype of the cache."""
     folder = save_hf(tmp_path, "bloom", torch.bfloat16)
     requests = [request(prompt, out_seq_length=4) for prompt in PROMPTS[:3]]
-    for state in run_requests(make_batcher(folder, dtype="bf16"), requests):
+    batcher = make_batcher(folder, dtype="bf16")
+    predictor = batcher.predictor
+    assert (predictor.stages.dtype, predictor.cache.memory.dtype) == (torch.bfloat16, torch.float32)
+    for state in run_requests(batcher, requests):
         assert len(state.new) == 4 or state.reason == "stop"
 
 
