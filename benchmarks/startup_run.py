@@ -45,7 +45,7 @@ class Phases:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.time() - start
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function so that its time counts towards a phase."""
+        """Wrap a function so that its time counts toward a phase."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with self.phase(name):

@@ -80,7 +80,7 @@ def build_indices(
 
 
 def _document_index(documents: range, plan: EpochPlan, rng: np.random.RandomState) -> np.ndarray:
-    # Shuffled as int64, for which numpy is faster, and narrowed afterwards.
+    # Shuffled as int64, for which numpy is faster, and narrowed afterward.
     dtype = np.int32 if documents.stop <= INT32_MAX else np.int64
     epochs = [plan.epochs - 1, 1] if plan.separate_last_epoch else [plan.epochs]
     parts = []

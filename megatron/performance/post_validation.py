@@ -33,7 +33,7 @@ from megatron.training.stage import MeanLoss
 
 
 def post_validate(engine: Engine) -> None:
-    """Let the steps of an engine be validated afterwards, if its run has --enable-optimizer-post-validation."""
+    """Let the steps of an engine be validated afterward, if its run has --enable-optimizer-post-validation."""
     backup = make_backup(engine)
     if backup is not None:
         validation = PostValidation(engine, backup)
@@ -84,7 +84,7 @@ class Step:
 
 
 class PostValidation:
-    """Steps of an engine's optimizer that are validated afterwards.
+    """Steps of an engine's optimizer that are validated afterward.
 
     Validation makes the host wait for the device, once a step.
 
