@@ -1,11 +1,12 @@
 """Compare the planner's predictions for this CPU with measured steps of every layout that the tests train.
 
-    python benchmarks/planner_cpu.py [--layouts T2 D2 ...] [--precisions fp32 bf16] [--rounds 8]
+    python benchmarks/planner_cpu.py [--layouts T2 D2 ...] [--precisions fp32 bf16] [--rounds 24]
 
-Runs have single-threaded processes, one on each of two cores or one alone. The speed of a shared machine may double
-within ten seconds. So a cycle of the measurements of `tools/plan.py --calibrate` comes before and after each step of a
-group of layouts. Constants are fitted to the means of all cycles of the group, and each step is scaled by the speed of
-the machine beside it, the mean seconds of a cycle over those of these two. Run this on an otherwise idle machine.
+Runs have single-threaded processes, one on each of two cores or one alone. A pass on a shared machine may take twice
+as long as the one before it, and the mean of 20 s still varies by a tenth. So each round is a cycle of the measurements
+of `tools/plan.py --calibrate` and a step of each layout of a group; constants are fitted to the means of the group's
+cycles, and the mean step is compared. The standard error of a difference is that of the jackknife over rounds, so that
+it has the noise of the constants and of the steps. Run this on an otherwise idle machine.
 
 Mixtures choose experts at random, as in NVIDIA's benchmarks (--moe-router-force-load-balancing): the planner takes each
 expert as equally likely, while an untrained router gives one of two ranks up to 13% more rows than the mean.
@@ -16,8 +17,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import json
+import math
 import statistics
 import sys
 import time
@@ -42,6 +43,7 @@ from megatron.errors import InputError
 from megatron.flags import Config, flag
 from megatron.model.moe.router import Router
 from megatron.planner.calibrate import cycles, fit_cluster, mean_of
+from megatron.planner.cluster import Cluster
 from megatron.planner.given import given_run
 from megatron.planner.layout import Job, Layout
 from megatron.planner.programs import OURS
@@ -79,7 +81,7 @@ LAYOUTS = {
     "C2, a2a": (2, f"{CP} a2a"),
 }
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-GROUP = 5  # runs that are kept in memory at the same time
+GROUP = 8  # runs that are kept in memory at the same time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,7 +94,7 @@ class BenchmarkConfig(Config):
     precisions: tuple[str, ...] = flag(
         tuple(PRECISIONS), "precisions to measure", choices=tuple(PRECISIONS), nargs="+"
     )
-    rounds: int = flag(8, "measured steps of each layout", low=1)
+    rounds: int = flag(24, "measured steps of each layout", low=2)
     flags: str = flag("", "flags of pretrain_gpt.py that change the measured model")
     output: str = flag(
         str(ROOT / "benchmarks/results/planner_cpu.json"), "file to write the results to", metavar="FILE"
@@ -112,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows.append(row)
             print(
                 f"{precision}, {row['layout']}: {row['measured']} s, predicted {row['predicted']} s "
-                f"({row['error']:+.1%})",
+                f"({row['error']:+.1%}, standard error {row['standard error']:.1%})",
                 flush=True,
             )
             results = metadata | {
@@ -153,22 +155,38 @@ def compare(config: BenchmarkConfig, layouts: Sequence[str], precision: str) -> 
     for processes in (1, 2):
         names = [name for name in layouts if LAYOUTS[name][0] == processes]
         for group in (names[i : i + GROUP] for i in range(0, len(names), GROUP)):
-            steps, found = measure(flags, group, precision, config.rounds)
-            cluster = fit_cluster(mean_of(found), processes, PRECISIONS[precision])
-            cycle = [sum(seconds for part, seconds in x.items() if part != "elapsed") for x in found]
-            slowness = [(x + y) / 2 / statistics.mean(cycle) for x, y in itertools.pairwise(cycle)]
+            found, steps = measure(flags, group, precision, config.rounds)
+            rounds = range(config.rounds)
+            without = [[i for i in rounds if i != left_out] for left_out in rounds]
+            fit = functools.partial(fit_rounds, found, processes, PRECISIONS[precision])
+            clusters = [fit(used) for used in (rounds, *without)]
             for name, seconds in steps.items():
                 job, layout = given(flags, name)
-                measured = statistics.mean(x / slowness[i] for i, x in seconds.items())
-                predicted = Simulator(job, layout, cluster, OURS).step().seconds
+                predicted = [Simulator(job, layout, cluster, OURS).step().seconds for cluster in clusters]
+                measured = [statistics.mean(seconds[i] for i in used) for used in (rounds, *without)]
+                error, *errors = (x / y - 1 for x, y in zip(predicted, measured, strict=True))
                 yield {
                     "precision": precision,
                     "layout": name,
-                    "measured": round(measured, 4),
-                    "predicted": round(predicted, 4),
-                    "error": round(predicted / measured - 1, 4),
-                    "steps": [round(x, 3) for x in seconds.values()],
+                    "measured": round(measured[0], 4),
+                    "predicted": round(predicted[0], 4),
+                    "error": round(error, 4),
+                    "standard error": round(jackknife(errors), 4),
+                    "steps": [round(x, 3) for x in seconds],
                 }
+
+
+def fit_rounds(
+    found: Sequence[dict[str, float]], processes: int, dtype: torch.dtype, used: Sequence[int]
+) -> Cluster:
+    """Return the cluster of the cycles of these rounds."""
+    return fit_cluster(mean_of([found[i] for i in used]), processes, dtype)
+
+
+def jackknife(estimates: Sequence[float]) -> float:
+    """Return the standard error of an estimate from those that leave out one round each."""
+    n = len(estimates)
+    return math.sqrt((n - 1) * statistics.pvariance(estimates))
 
 
 def time_steps(flags: str) -> Iterator[float]:
@@ -197,13 +215,14 @@ def calibrate(processes: int, precision: str) -> Iterator[dict[str, float]]:
 
 def measure(
     flags: str, names: Sequence[str], precision: str, rounds: int
-) -> tuple[dict[str, dict[int, float]], list[dict[str, float]]]:
-    """Measure the steps of each layout, which take turns, and a cycle before and after each step.
+) -> tuple[list[dict[str, float]], dict[str, list[float]]]:
+    """Measure a cycle and a step of each layout in each round.
 
     Returns:
-        The seconds of the steps of each layout by the index of the cycle before them, and the cycles.
+        The cycles, and the seconds of the steps of each layout.
     """
-    steps: dict[str, dict[int, float]] = {name: {} for name in names}
+    found: list[dict[str, float]] = []
+    steps: dict[str, list[float]] = {name: [] for name in names}
     processes = LAYOUTS[names[0]][0]
     with contextlib.ExitStack() as stack:
         workers = {}
@@ -212,12 +231,12 @@ def measure(
         for run in workers.values():
             run.next()
         calibration = stack.enter_context(Workers(calibrate, processes, processes, precision))
-        found = [calibration.next()[0]]
+        calibration.next()
         for _ in range(rounds):
+            found.append(calibration.next()[0])
             for name, run in workers.items():
-                steps[name][len(found) - 1] = run.next()[0]
-                found.append(calibration.next()[0])
-    return steps, found
+                steps[name].append(run.next()[0])
+    return found, steps
 
 
 if __name__ == "__main__":
