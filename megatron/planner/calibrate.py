@@ -63,6 +63,7 @@ from megatron.tool import write_output_file
 CPU = torch.device("cpu")
 SECONDS, PROGRESS = 160.0, 20.0  # of a calibration; between lines of its progress
 REPEATED = 0.05  # seconds for which a measurement is repeated in a cycle, at least once
+COMMUNICATED = 3  # times that a collective is measured in a cycle: a difference of two times varies more than they do
 BLOCK = 4  # collectives in a row, with a forward pass before each
 MAX_SPREAD = 1.3  # ratio of the slowest to the fastest quarter of the cycles above which a note is printed
 MESSAGES = (1 << 18, 1 << 23)  # bytes of the communication
@@ -244,7 +245,7 @@ def cycles(rank: int, processes: int, dtype: torch.dtype) -> Iterator[dict[str, 
     times = {}
     for name, run in runs.items():
         run()  # allocates and compiles
-        count = torch.tensor(0 if _communicates(name) else REPEATED / run())
+        count = torch.tensor(COMMUNICATED if _communicates(name) else REPEATED / run())
         dist.all_reduce(count, dist.ReduceOp.MIN)
         times[name] = max(1, int(count))
     begin = time.perf_counter()
