@@ -218,6 +218,8 @@ def with_mtp(config: RunConfig, task: Task) -> Task:
         return task
     if task.name != "GPT":
         raise InputError(f"{name} is for GPT, not {task.name}; leave it out")
+    if task.loss_names != ("lm loss",):
+        raise InputError(f"{name} is for GPT's loss, not {' and '.join(task.loss_names)}; leave it out")
     if model.position_embedding_type not in ("rope", "none"):
         raise InputError(
             f"{name} needs --position-embedding-type rope or none, not {model.position_embedding_type}"

@@ -263,6 +263,14 @@ def test_impossible_combinations(flags: str, message: str) -> None:
     assert str(caught.value) == message
 
 
+def test_a_loss_of_ones_own_is_not_replaced() -> None:
+    own = dataclasses.replace(GPT, loss_names=("smoothed loss", "z loss"))
+    with pytest.raises(
+        InputError, match=r"^--mtp-num-layers: 1 is for GPT's loss, not smoothed loss and z loss; "
+    ):
+        with_mtp(config_of(f"{LLAMA} --mtp-num-layers 1"), own)
+
+
 def test_bert_has_none() -> None:
     with pytest.raises(InputError, match=r"^--mtp-num-layers: 1 is for GPT, not BERT; leave it out$"):
         with_mtp(config_of(f"{LLAMA} --mtp-num-layers 1"), bert(binary_head=True))
