@@ -67,11 +67,7 @@ def _check_start(config: RunConfig, world: Axis) -> None:
 
 
 def build_trainer(
-    config: RunConfig,
-    task: Task,
-    mesh: Mesh,
-    checkpoint: Checkpoint | None,
-    hooks: Sequence[Hook],
+    config: RunConfig, task: Task, mesh: Mesh, checkpoint: Checkpoint | None, hooks: Sequence[Hook]
 ) -> Trainer:
     """Build everything that a run consists of, in the state of `checkpoint`. Weights have no values yet."""
     log = Log(mesh)
@@ -125,9 +121,8 @@ def run(trainer: Trainer, stop: StopRequests) -> int:
     for note in trainer.engine.ops.notes:
         logger.debug(note)
     trainer.run(stop)
-    if trainer.stop_reason is not None:
-        kept = f"saved in {checkpoint.save}" if checkpoint.save else "nothing saved, without --save"
-        log(
-            f"stopped after iteration {state.iteration} of {trainer.train_iters}: {trainer.stop_reason}; {kept}"
-        )
+    if trainer.stop_reason is None:
+        return 0
+    kept = f"saved in {checkpoint.save}" if checkpoint.save else "nothing saved, without --save"
+    log(f"stopped after iteration {state.iteration} of {trainer.train_iters}: {trainer.stop_reason}; {kept}")
     return stop.exit_code

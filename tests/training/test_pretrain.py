@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import torch
 from checkpoints import edit_state
 from safetensors.torch import load_file
 
+from megatron import plugins
 from megatron.arguments import parse_run_config
 from megatron.checkpoint.save import Saver
 from megatron.commands import generate_text, preprocess_data
@@ -27,10 +29,11 @@ from megatron.inference.load import load_gpt
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.parameters import normal
 from megatron.parallel.slices import whole
+from megatron.pretrain_gpt import GPT
 from megatron.tokenizer.config import TokenizerConfig
 from megatron.training.engine import Engine
 from megatron.training.hooks import Evaluation
-from megatron.training.loop import Trainer
+from megatron.training.loop import Hook, Trainer
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TINY = """
@@ -257,6 +260,27 @@ def test_a_signal_saves_and_exits(command, tmp_path: Path, number: int, replicas
     assert f"stopped after iteration {stopped + 3}" in result.stdout
     resumed = records(tmp_path / "metrics.jsonl")
     assert [r["iteration"] for r in resumed] == list(range(1, stopped + 4))
+
+
+class Interrupt(Hook):
+    """Sends SIGINT to the process after an iteration."""
+
+    def __init__(self, iteration: int) -> None:
+        self.iteration = iteration
+
+    def after_step(self, trainer: Trainer) -> None:
+        if trainer.state.iteration == self.iteration:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize(("iteration", "status"), [(10, 130), (11, 0), (12, 0)])
+def test_a_signal_in_the_last_iteration_is_no_reason_to_run_again(
+    iteration: int, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run of 12 iterations, which ends with the one after the signal, has done all that it was to do."""
+    config = parse_run_config(TINY, description="", defaults={})
+    assert plugins.run(config, GPT, [Interrupt(iteration)]) == status
+    assert ("12/12  test loss" in capsys.readouterr().out) == (status == 0)
 
 
 @pytest.mark.slow  # test_layouts.py compares all layouts with one process
