@@ -143,9 +143,10 @@ class Trainer:
             self.saver.save(self.state_dict())
 
     def mark_evaluated(self) -> None:
-        """Record in the last checkpoint that the evaluation at the end is done."""
-        if self.config.checkpoint.save is not None and self.mesh.is_first:
-            mark_evaluated(Path(self.config.checkpoint.save), self.state.iteration)
+        """Record in the last checkpoint, if this run has saved or loaded it there, that the last evaluation is done."""
+        save, iteration = self.config.checkpoint.save, self.state.iteration
+        if save is not None and self.mesh.is_first and self.saver.iteration == iteration:
+            mark_evaluated(Path(save), iteration)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a checkpoint holds beside tensors, as JSON."""

@@ -55,6 +55,10 @@ def files(folder: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in folder.rglob("*.safetensors")}
 
 
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("precision", [[], ["--bf16"]], ids=["fp32", "bf16"])
 def test_a_resumed_run_continues_bit_for_bit(pretrain, tmp_path: Path, precision: list[str]) -> None:
     """The run uses dropout and stops between two log lines."""
@@ -165,11 +169,8 @@ def test_a_change_of_the_batch_size(pretrain, tmp_path: Path) -> None:
 def test_a_run_killed_in_its_last_evaluation_repeats_it(pretrain, tmp_path, monkeypatch) -> None:
     run = [*TINY, "--save", tmp_path / "a", "--load", tmp_path / "a", "--metrics-path", tmp_path / "a.jsonl"]
 
-    def interrupted(self, trainer) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(Evaluation, "at_end", interrupted)
+        patch.setattr(Evaluation, "at_end", interrupt)
         with pytest.raises(KeyboardInterrupt):
             pretrain(*run)
     assert "lm loss test" not in records(tmp_path / "a.jsonl")[-1]
@@ -178,14 +179,20 @@ def test_a_run_killed_in_its_last_evaluation_repeats_it(pretrain, tmp_path, monk
     assert "test loss" not in pretrain(*run)
 
 
+def test_an_interrupted_evaluation_is_repeated_for_another_folder(pretrain, tmp_path, monkeypatch) -> None:
+    """The run has nothing left to train, so its own folder has no checkpoint to mark."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Evaluation, "at_end", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pretrain(*TINY, "--save", tmp_path / "a")
+    assert "12/12  test loss" in pretrain(*TINY, "--load", tmp_path / "a", "--save", tmp_path / "b")
+
+
 def test_a_run_killed_after_its_last_evaluation_reports_it_once(pretrain, tmp_path, monkeypatch) -> None:
     run = [*TINY, "--save", tmp_path / "a", "--load", tmp_path / "a", "--metrics-path", tmp_path / "a.jsonl"]
 
-    def interrupted(self) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "mark_evaluated", interrupted)
+        patch.setattr(Trainer, "mark_evaluated", interrupt)
         with pytest.raises(KeyboardInterrupt):
             pretrain(*run)
     before = records(tmp_path / "a.jsonl")
