@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import itertools
+import logging
 import os
 import platform
 import re
@@ -175,21 +176,24 @@ def iterations(root: Path) -> list[int]:
 
 
 def lock(root: Path) -> TextIO:
-    """Lock a folder for this run until the returned file is closed.
+    """Lock a folder for this run until the returned file is closed. Some network file systems have no locks.
 
     Raises:
-        InputError: another run holds the lock.
+        InputError: another run holds the lock, or the lock's file cannot be written.
     """
-    file = (root / ".lock").open("a+")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        owner = file.read(100).strip()
-        raise InputError(
-            f"--save: {root} is being written to by another run ({owner}); choose another"
-        ) from None
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {platform.node()}\n")
-    file.flush()
+        file = (root / ".lock").open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            owner = f"another run ({file.read(100).strip()})"
+            raise InputError(f"--save: {root} is being written to by {owner}; choose another") from None
+        except OSError as error:
+            logging.getLogger("megatron").info(f"{root} has no locks ({error.strerror}); start one run there")
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}\n")
+        file.flush()
+    except OSError as error:
+        raise InputError(f"--save: {root / '.lock'} cannot be written ({error.strerror})") from None
     return file

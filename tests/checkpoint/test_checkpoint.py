@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import fcntl
 import hashlib
 import json
+import logging
 import os
 import random
 import re
@@ -613,6 +616,27 @@ def test_two_runs_cannot_save_to_one_folder(tmp_path: Path) -> None:
         storage.lock(tmp_path)
     held.close()
     storage.lock(tmp_path).close()
+
+
+def test_a_folder_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on Lustre without the mount option flock; and a lock's file that cannot be opened."""
+
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with caplog.at_level(logging.INFO, "megatron"), storage.lock(tmp_path):
+        assert (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} on ")
+    note = f"{tmp_path} has no locks (Function not implemented); start one run there"
+    assert caplog.messages == [note]
+    (tmp_path / ".lock").unlink()
+    (tmp_path / ".lock").mkdir()
+    with pytest.raises(
+        InputError, match=rf"^--save: {tmp_path}/\.lock cannot be written \(Is a directory\)$"
+    ):
+        storage.lock(tmp_path)
 
 
 def test_pickles_and_oversized_headers_are_refused(tmp_path: Path) -> None:
