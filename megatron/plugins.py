@@ -5,6 +5,7 @@ Only entry points import this module. Importing it fills the core's registries.
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 import sys
 from collections.abc import Sequence
@@ -54,7 +55,7 @@ from megatron.recipes.length import check_length, with_epochs
 from megatron.recipes.loss_scale import make_loss_scaler
 from megatron.recipes.rampup import with_rampup
 from megatron.recipes.retention import Retention
-from megatron.recipes.roll_back import RollBack, without_repetition
+from megatron.recipes.roll_back import RollBack
 from megatron.recipes.save_best import SaveBest
 from megatron.recipes.spikes import make_spike_rule
 from megatron.reports.at_end import ReportAtEnd
@@ -68,6 +69,7 @@ from megatron.reports.reports import ProgressBar, Reports
 from megatron.reports.run_size import RunSize
 from megatron.reports.throughput import Throughput
 from megatron.reports.timers import PhaseTimes
+from megatron.settings.rolled_back import without_repetition
 from megatron.training.batch_size import BATCH_SCHEDULES
 from megatron.training.build import ENGINE_HOOKS, FIRST_OPTIMIZERS, MODEL_HOOKS, OPS_HOOKS
 from megatron.training.config import RunConfig
@@ -156,8 +158,9 @@ def train(config: RunConfig, task: Task, hooks: Sequence[Hook]) -> int:
     """
     check_cuda_graph(config, task)
     raise_file_limit()
+    config = dataclasses.replace(config, checkpoint=without_repetition(config.checkpoint))
     with memory_errors_explained(config):
-        return pretrain(without_repetition(config), task, hooks)
+        return pretrain(config, task, hooks)
 
 
 def training_hooks(evaluation: Sequence[Hook] = ()) -> list[Hook]:

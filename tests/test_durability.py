@@ -19,8 +19,9 @@ from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.interop.huggingface.write import write_folder
 from megatron.interop.nvidia.write import write_megatron
 from megatron.interop.tensor_writer import TensorToWrite
-from megatron.recipes import roll_back
 from megatron.recipes.best import keep_best
+from megatron.recipes.roll_back import roll_back
+from megatron.settings.rolled_back import ROLLED_BACK
 from megatron.tokenizer.record import FOLDER, TokenizerRecord, write_tokenizer
 
 MARK = 10**18  # modification time, in ns, of synced files; every later write changes it
@@ -91,8 +92,8 @@ def test_a_checkpoint(disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     one, two, tracker = "iter_0000001", "iter_0000002", storage.TRACKER
     assert disk.renamed == [one, tracker, f".deleting-{one}", one, tracker, two, tracker]
     assert disk.early == {one}  # the old one is moved away for the new one; both are found by their number
-    assert roll_back.roll_back(tmp_path / "run", 1)
-    assert disk.renamed[7:] == [tracker, f"abandoned-{two}-1", roll_back.ROLLED_BACK]
+    assert roll_back(tmp_path / "run", 1)
+    assert disk.renamed[7:] == [tracker, f"abandoned-{two}-1", ROLLED_BACK]
     assert tracker not in disk.early
 
 

@@ -15,9 +15,9 @@ from megatron.checkpoint.storage import TRACKER, newest_iteration
 from megatron.errors import InputError
 from megatron.files import read_file
 from megatron.inference.server.config import ServerConfig
-from megatron.recipes.roll_back import rolled_back_to
 from megatron.reports import record
 from megatron.reports.writers import MetricsFile
+from megatron.settings.rolled_back import rolled_back_to
 from megatron.tokenizer.base import read_json
 from megatron.tokenizer.sentence_piece import SentencePieceTokenizer
 

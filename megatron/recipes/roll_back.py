@@ -1,38 +1,18 @@
-"""Roll back of a run to an earlier checkpoint (--ckpt-step), in the folder that it saves to.
-
-DIR/taken_back_to_iteration.txt has the last --ckpt-step to which the run was rolled back.
-"""
+"""Roll back of a run to an earlier checkpoint (--ckpt-step), in the folder that it saves to."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from megatron.checkpoint.storage import TRACKER, TRACKER_BYTES, folder_of, iterations, replace_text
-from megatron.files import read_file
+from megatron.checkpoint.storage import TRACKER, folder_of, iterations, replace_text
 from megatron.parallel.collectives import raise_on_all_ranks
-from megatron.training.config import RunConfig
+from megatron.settings.rolled_back import ROLLED_BACK
 from megatron.training.loop import Hook, Trainer
 from megatron.training.start import resumes
 
 logger = logging.getLogger("megatron")
-
-ROLLED_BACK = "taken_back_to_iteration.txt"
-
-
-def without_repetition(config: RunConfig) -> RunConfig:
-    """Return the configuration without a --ckpt-step to which the run was rolled back already.
-
-    The same command has trained further since, and resumes from its newest checkpoint.
-    """
-    checkpoint = config.checkpoint
-    if not resumes(checkpoint) or checkpoint.ckpt_step is None:
-        return config
-    if rolled_back_to(Path(checkpoint.load or "")) != checkpoint.ckpt_step:
-        return config
-    return dataclasses.replace(config, checkpoint=dataclasses.replace(checkpoint, ckpt_step=None))
 
 
 class RollBack(Hook):
@@ -45,14 +25,6 @@ class RollBack(Hook):
                 if mesh.is_first and (kept := roll_back(Path(config.load or ""), config.ckpt_step)):
                     logger.info(f"--ckpt-step: later checkpoints are kept as {kept[0]} ({len(kept)} in all)")
         return nullcontext()
-
-
-def rolled_back_to(root: Path) -> int | None:
-    """The iteration to which the run in `root` was last rolled back; None if it never was."""
-    try:
-        return int(read_file(root / ROLLED_BACK, TRACKER_BYTES))
-    except (OSError, ValueError):
-        return None
 
 
 def roll_back(root: Path, iteration: int) -> list[Path]:

@@ -49,8 +49,10 @@ def _with_checkpoint_args(given: dict[str, Any], config: CheckpointConfig) -> di
     from megatron.checkpoint.formats import FORMATS
     from megatron.checkpoint.tokenizer import saved_tokenizer
     from megatron.interop.formats import EXTERNAL_FORMATS
+    from megatron.settings.rolled_back import without_repetition
 
     FORMATS.update(EXTERNAL_FORMATS)
+    config = without_repetition(config)
     assert config.load is not None
     save = None if config.finetune else config.save
     checkpoint = find_checkpoint(config.load, save, step=config.ckpt_step, verify=False)

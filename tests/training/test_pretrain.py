@@ -138,6 +138,16 @@ def test_rollback_to_an_earlier_checkpoint(pretrain, tmp_path: Path) -> None:
         pretrain(*TINY, "--load", tmp_path / "a" / "iter_0000004", "--finetune")
 
 
+def test_the_command_that_rolled_back_continues_without_that_checkpoint(pretrain, tmp_path: Path) -> None:
+    """--use-checkpoint-args reads the checkpoint that the run continues from."""
+    run = [*TINY, "--save", tmp_path / "a", "--load", tmp_path / "a"]
+    pretrain(*run, "--save-interval", 4)
+    again = [*run, "--ckpt-step", 4, "--use-checkpoint-args", "--keep-last", 1]
+    pretrain(*again, "--exit-interval", 6)
+    assert not (tmp_path / "a" / "iter_0000004").exists()
+    assert "iterations 7 to 12" in pretrain(*again)
+
+
 def test_a_change_of_the_batch_size(pretrain, tmp_path: Path) -> None:
     """With --train-iters the number of iterations stays, with --train-samples the number of samples."""
     run = [*TINY, "--save", tmp_path / "a", "--load", tmp_path / "a", "--metrics-path", tmp_path / "a.jsonl"]
