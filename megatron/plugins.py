@@ -138,17 +138,25 @@ def run(config: RunConfig, task: Task, hooks: Sequence[Hook] = ()) -> int:
 
 
 def prepared(config: RunConfig, task: Task) -> tuple[RunConfig, Task]:
-    """Apply --mtp-num-layers and --loss-mean to a task, --train-epochs to the length of its run, and the automatic
-    --pipeline-model-parallel-layout."""
-    check_variants(config.model)
-    check_layers(config.model, task.name)
-    check_context_parallel(config, task)
-    check_padding_free(config)
-    config = with_auto_layout(config)
+    """Check a run, and apply --mtp-num-layers and --loss-mean to its task and --train-epochs to its length."""
+    config = checked(config, task)
     task = with_mtp(config, task)
     if config.plugin(LossMeanConfig).loss_mean == "microbatches":
         task = with_microbatch_means(task)
     return with_epochs(config, task), task
+
+
+def checked(config: RunConfig, task: Task) -> RunConfig:
+    """Check that what plugs in can run `task`, and replace the automatic --pipeline-model-parallel-layout.
+
+    Raises:
+        InputError: it cannot.
+    """
+    check_variants(config.model)
+    check_layers(config.model, task.name)
+    check_context_parallel(config, task)
+    check_padding_free(config)
+    return with_auto_layout(config)
 
 
 def train(config: RunConfig, task: Task, hooks: Sequence[Hook]) -> int:

@@ -27,8 +27,8 @@ from megatron.finetuning.finetune import (
     read_examples,
     with_epochs,
 )
-from megatron.parallel.mesh import world_size
-from megatron.plugins import train, training_hooks
+from megatron.parallel.mesh import axis_sizes, world_size
+from megatron.plugins import checked, train, training_hooks
 from megatron.settings.checkpoint_args import add_checkpoint_args
 from megatron.settings.shorthands import expand_shorthands
 from megatron.settings.tokenizer import expand_tokenizer
@@ -56,10 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = run_config(values | {"train_iters": 1})
     log = print if os.environ.get("RANK", "0") == "0" else lambda _: None
     examples = read_examples(finetune, log)
-    parallel = config.parallel
-    replicas = world_size() // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
-    config = with_epochs(config, finetune, len(examples.train), max(1, replicas), log)
     task = finetune_task(finetune, examples)
+    config = checked(config, task)
+    replicas = axis_sizes(config.parallel, world_size())["dp"]
+    config = with_epochs(config, finetune, len(examples.train), replicas, log)
     return train(config, task, training_hooks([EpochEvaluation(finetune)]))
 
 

@@ -167,7 +167,11 @@ def finetune(flags: list[str]) -> int:
 @pytest.mark.parametrize(
     ("processes", "layout"),
     [
-        (4, "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"),
+        (
+            4,
+            "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
+            "--pipeline-model-parallel-layout auto",
+        ),
         pytest.param(2, "--pipeline-model-parallel-size 2", marks=pytest.mark.slow),
         pytest.param(2, "--use-distributed-optimizer --overlap-param-gather", marks=pytest.mark.slow),
     ],
@@ -278,6 +282,10 @@ def test_invalid_flags_and_data(tmp_path: Path, pretrained: Path) -> None:
         (
             f"{base} --train-data {good} --valid-data {good} --train-iters 5",
             "--train-iters is not a flag of this",
+        ),
+        (
+            f"{base} --train-data {good} --valid-data {good} --context-parallel-size 2",
+            "--context-parallel-size: 2 is for the pretraining of GPT and BERT, not BERT fine-tuned on MNLI",
         ),
         (
             f"{base} --train-data {good} --valid-data {good} --num-layers 3",
