@@ -301,7 +301,7 @@ def _check_workers(trainer: Trainer) -> None:
 def _process_restored() -> Iterator[None]:
     """Restore what a run changes in its process, beside the signal handlers, which it restores itself."""
     logger, environment = logging.getLogger("megatron"), dict(os.environ)
-    handlers, level = logger.handlers, logger.level
+    handlers, level, threads = logger.handlers, logger.level, torch.get_num_threads()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     before = _recompile_limit()
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
@@ -318,6 +318,8 @@ def _process_restored() -> Iterator[None]:
         logger.setLevel(level)
         os.environ.clear()
         os.environ.update(environment)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
         if before != _recompile_limit():
             config: Any = torch._dynamo.config
             config.recompile_limit = config._config["recompile_limit"].default if before is None else before

@@ -128,8 +128,6 @@ def run(config: RunConfig, task: Task, hooks: Sequence[Hook] = ()) -> int:
     # Prints all stacks if a signal ends the process, such as SIGBUS (a truncated data file).
     faulthandler.enable(sys.__stderr__ or 2)
     config, task = prepared(config, task)
-    if (threads := config.plugin(PerformanceConfig).num_threads) is not None:
-        torch.set_num_threads(threads)
     if config.plugin(DryRunConfig).dry_run:
         from megatron.planner.dry_run import dry_run  # takes seconds to import
 
@@ -160,11 +158,13 @@ def checked(config: RunConfig, task: Task) -> RunConfig:
 
 
 def train(config: RunConfig, task: Task, hooks: Sequence[Hook]) -> int:
-    """Train `task` with `hooks`, with as many open files as allowed, and errors of too little memory explained.
+    """Train `task` with `hooks`, --num-threads and as many open files as allowed; explain errors of too little memory.
 
     Returns the exit status.
     """
     check_cuda_graph(config, task)
+    if (threads := config.plugin(PerformanceConfig).num_threads) is not None:
+        torch.set_num_threads(threads)
     raise_file_limit()
     config = dataclasses.replace(config, checkpoint=without_repetition(config.checkpoint))
     with memory_errors_explained(config):

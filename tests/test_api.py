@@ -34,6 +34,7 @@ from megatron.api import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    PerformanceConfig,
     Run,
     RunConfig,
     ShorthandConfig,
@@ -78,7 +79,8 @@ def process_state() -> tuple[Any, ...]:
     logger = logging.getLogger("megatron")
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     threads = {thread.name for thread in threading.enumerate() if "tqdm" not in thread.name}
-    return dict(os.environ), handlers, list(logger.handlers), logger.level, threads, sys.stdout
+    process = threads, torch.get_num_threads(), sys.stdout
+    return dict(os.environ), handlers, list(logger.handlers), logger.level, process
 
 
 def test_a_run_returns_its_model_and_values() -> None:
@@ -102,6 +104,19 @@ def test_runs_leave_the_process_as_it_was() -> None:
     assert process_state() == before
     assert small_run().losses == first.losses
     assert process_state() == before
+
+
+def test_the_number_of_threads_is_that_of_the_run() -> None:
+    before = process_state()
+    found: list[int] = []
+
+    class Threads(Hook):
+        def after_step(self, trainer: Trainer) -> None:
+            found.append(torch.get_num_threads())
+
+    threads = torch.get_num_threads() + 1
+    small_run(PerformanceConfig(num_threads=threads), iterations=1, hooks=(Threads(),))
+    assert found == [threads] and process_state() == before
 
 
 def test_an_error_leaves_the_process_as_it_was(tmp_path: Path) -> None:
