@@ -103,6 +103,11 @@ def test_parse(values: list[str], expected: tuple) -> None:
         (["-1", "a", "1", "b"], "the weight of a is -1; it must be"),
         (["nan", "a", "1", "b"], "the weight of a is nan"),
         (["inf", "a", "1", "b"], "the weight of a is inf"),
+        (
+            ["0.5", "a", "1", "b", "0.5", "a"],
+            "--data-path: a is given twice in a blend; give it once, and add up",
+        ),
+        (["a", "b", "b"], "--data-path: b is given twice in a blend"),
     ],
 )
 def test_invalid_blends(values: list[str], message: str) -> None:
