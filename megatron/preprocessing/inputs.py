@@ -12,7 +12,7 @@ import re
 import stat
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, BinaryIO, cast
 
 from megatron.errors import InputError
@@ -103,19 +103,43 @@ def _local_size(path: str) -> int | None:
 def _find_local(pattern: str) -> list[str]:
     if os.path.isdir(pattern):
         return _files_of(pattern, [str(path) for path in _walk(pattern)])
-    found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
-    found = [path for path in found if not os.path.isdir(path)]
-    if not found:
-        is_glob = glob.has_magic(pattern)
-        raise InputError(f"--input: {pattern} {'matches no file' if is_glob else 'does not exist'}")
+    matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+    found = [path for path in matches if not os.path.isdir(path)]
+    if not found and not glob.has_magic(pattern):
+        raise InputError(f"--input: {pattern} does not exist")
+    _check_matches(pattern, matches, found)
     return found
 
 
+def _check_matches(pattern: str, matches: Sequence[str], files: Sequence[str]) -> None:
+    """Check that a pattern matches files, and print the number of folders that it matches but whose files it does not.
+
+    Raises:
+        InputError: it matches no files.
+    """
+    if not files:
+        raise InputError(f"--input: {pattern} matches no file{', only folders' if matches else ''}")
+    read = {parent for file in files for parent in PurePath(file).parents}
+    folders = [path for path in sorted({*matches} - {*files}) if PurePath(path) not in read]
+    if folders:
+        print(
+            f"note: --input: {pattern}: matching folders are not read: {folders[0]} ({len(folders):,} in all); "
+            "name them to read the files in them",
+            file=sys.stderr,
+        )
+
+
 def _walk(folder: str) -> list[Path]:
-    """All files below a folder, sorted by their paths, without hidden ones."""
-    found = []
-    for parent, folders, names in os.walk(folder, onerror=_refuse):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+    """All files below a folder, sorted by their paths, without hidden ones. A folder with several links counts once."""
+    found, seen = [], {os.path.realpath(folder)}
+    for parent, folders, names in os.walk(folder, onerror=_refuse, followlinks=True):
+        inner = [name for name in sorted(folders) if not name.startswith(".")]
+        folders.clear()
+        for name in inner:
+            real = os.path.realpath(os.path.join(parent, name))
+            if real not in seen:
+                seen.add(real)
+                folders.append(name)
         found += [Path(parent, name) for name in names if not name.startswith(".")]
     if not found:
         raise InputError(f"--input: {folder} is a folder without files")
@@ -166,9 +190,9 @@ def _find_remote(pattern: str) -> list[Input]:
     try:
         files, path = fsspec.core.url_to_fs(pattern)
         if glob.has_magic(path):
-            found = {name: info for name, info in files.glob(path, detail=True).items() if _is_file(info)}
-            if not found:
-                raise InputError(f"--input: {pattern} matches no file")
+            matches = files.glob(path, detail=True)
+            found = {name: info for name, info in matches.items() if _is_file(info)}
+            _check_matches(pattern, list(matches), list(found))
         elif _is_file(info := files.info(path)):
             found = {path: info}
         else:

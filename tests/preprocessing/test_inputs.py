@@ -78,6 +78,35 @@ def test_a_folder_is_read_in_the_order_of_its_paths(
         find_inputs([str(tmp_path / "c")])
 
 
+def test_folders_that_a_pattern_matches_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "sub").mkdir()
+    for name in ("a.jsonl", "sub/b.jsonl"):
+        (tmp_path / name).write_bytes(b"x")
+    assert addresses(f"{tmp_path}/*") == [f"{tmp_path}/a.jsonl"]
+    assert capsys.readouterr().err == (
+        f"note: --input: {tmp_path}/*: matching folders are not read: {tmp_path}/sub (1 in all); name them to read "
+        "the files in them\n"
+    )
+    assert addresses(f"{tmp_path}/**") == [f"{tmp_path}/a.jsonl", f"{tmp_path}/sub/b.jsonl"]
+    assert capsys.readouterr().err == ""
+    with pytest.raises(InputError, match=r"--input: .*/s\* matches no file, only folders$"):
+        find_inputs([f"{tmp_path}/s*"])
+
+
+def test_linked_folders_are_read_once(tmp_path: Path) -> None:
+    """Two links lead to one folder, which has a link back."""
+    corpus, linked = tmp_path / "corpus", tmp_path / "linked"
+    (linked / "part").mkdir(parents=True)
+    corpus.mkdir()
+    for path in (corpus / "c.jsonl", linked / "a.jsonl", linked / "part" / "b.jsonl"):
+        path.write_bytes(b"x")
+    (corpus / "one").symlink_to(linked)
+    (corpus / "two").symlink_to(linked)
+    (linked / "part" / "back").symlink_to(corpus)
+    found = [os.path.relpath(f, corpus) for f in addresses(corpus)]
+    assert found == ["c.jsonl", "one/a.jsonl", "one/part/b.jsonl"]
+
+
 def test_a_pipe_is_read_though_it_cannot_seek(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
