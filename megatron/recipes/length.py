@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import fractions
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron.errors import InputError
 from megatron.flags import flag
+from megatron.recipes.config import RampUpConfig
 from megatron.training.batch_size import BatchSchedule
 from megatron.training.config import PluginConfig, RunConfig
 from megatron.variants.blend_flags import check_phases, parse_blend, split_phases
@@ -86,14 +89,19 @@ def length_in_samples(values: dict[str, Any]) -> dict[str, Any]:
     samples = UNTIL_KNOWN
     if length == "train_tokens":
         samples = values["train_tokens"] // values["seq_length"]
-        ramp = values.get("rampup_batch_size") or (None,)
-        smallest = ramp[0] or values.get("global_batch_size") or values.get("micro_batch_size") or 1
-        if samples < smallest:
+        smallest = _first_batch(values)
+        if samples < smallest and not values.get("skip_train"):
             raise InputError(
                 f"--train-tokens: {values['train_tokens']} is less than a batch of {smallest} samples of --seq-length "
                 f"{values['seq_length']} tokens; give at least {smallest * values['seq_length']}"
             )
-    return values | {"train_iters": None, "train_samples": samples}
+    return values | {"train_iters": None, "train_samples": max(samples, 1)}
+
+
+def _first_batch(values: Mapping[str, Any]) -> int:
+    """The samples of the first batch, of one replica unless the batch size is given."""
+    ramp = values.get("rampup_batch_size") or (None,)
+    return ramp[0] or values.get("global_batch_size") or values.get("micro_batch_size") or 1
 
 
 def with_epochs(config: RunConfig, task: Task) -> RunConfig:
@@ -118,15 +126,16 @@ def with_epochs(config: RunConfig, task: Task) -> RunConfig:
         alone = dataclasses.replace(config, data=dataclasses.replace(data, **paths))
         # The dataset of one sample has all of the first epoch.
         per_epoch += len(task.build_datasets(alone, tokenizer, (1, 0, 0))["train"])
-    samples = int(epochs * per_epoch)
-    batch = config.training.global_batch_size or config.training.micro_batch_size
-    if samples < batch:
+    # In decimals: 0.29 x 100 is 28.999999999999996 as float64, which would lose a sample.
+    samples = int(fractions.Fraction(str(epochs)) * per_epoch)
+    batch = _first_batch(vars(config.training) | vars(config.plugin(RampUpConfig)))
+    if samples < batch and not config.training.skip_train:
         raise InputError(
             f"--train-epochs: {epochs:g} of the {per_epoch} samples of an epoch is less than a batch of {batch}"
         )
     if os.environ.get("RANK", "0") == "0":
         print(f"--train-epochs {epochs:g}: {samples:,} samples, {per_epoch:,} in an epoch", flush=True)
-    training = dataclasses.replace(config.training, train_samples=samples)
+    training = dataclasses.replace(config.training, train_samples=max(samples, 1))
     return dataclasses.replace(config, training=training)
 
 

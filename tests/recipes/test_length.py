@@ -30,6 +30,11 @@ def test_tokens_are_whole_samples() -> None:
     assert make_batch_schedule(config, 2).iterations(125) == 15
 
 
+def test_a_run_that_does_not_train_may_be_shorter_than_a_batch() -> None:
+    config = parse("--train-tokens", "63", "--global-batch-size", "8", "--skip-train")
+    assert config.training.train_samples == 7
+
+
 def test_sizes_that_are_defaults_of_the_program() -> None:
     """The sequence length and the batch of `megatron.api.main(defaults=...)` count as those of flags."""
     defaults = {
@@ -137,6 +142,20 @@ def test_epochs(pretrain, tmp_path: Path, blend: bool) -> None:
     samples = int(1.5 * per_epoch)
     assert f"--train-epochs 1.5: {samples} samples, {per_epoch} in an epoch\n" in out
     assert f"  {samples // 2}/{samples // 2}  loss " in out
+
+
+def test_a_fraction_of_an_epoch_is_exact(pretrain, tmp_path: Path) -> None:
+    """0.29 x 100 is less than 29 in float64. The files have 49 and 51 samples."""
+    data = [0.5, write_corpus(tmp_path / "one", 40), 0.5, write_corpus(tmp_path / "two", 41)]
+    out = pretrain(*TINY, "--data-path", *data, "--split", "1,0,0", "--train-epochs", 0.29)
+    assert "--train-epochs 0.29: 29 samples, 100 in an epoch\n" in out
+
+
+def test_an_epoch_that_begins_with_small_batches(pretrain, tmp_path: Path) -> None:
+    """Its 49 samples are less than the last batch, but not than the first."""
+    ramp = ["--rampup-batch-size", 8, 8, 100, "--global-batch-size", 64]
+    data = ["--data-path", write_corpus(tmp_path / "one", 40), "--split", "1,0,0"]
+    assert "49 samples, 49 in an epoch\n" in pretrain(*TINY, *data, *ramp, "--train-epochs", 1)
 
 
 def test_data_without_epochs(pretrain, tmp_path: Path) -> None:
