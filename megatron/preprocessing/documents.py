@@ -225,9 +225,9 @@ def _listed(names: Collection[str]) -> str:
 
 
 def _describe(value: Any) -> str:
-    return {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}.get(
-        type(value), "a number"
-    )
+    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
+    names |= {int: "a number", float: "a number"}
+    return names.get(type(value), type(value).__name__)
 
 
 def _lines(data: bytes, first: int) -> Iterator[tuple[int, bytes]]:

@@ -146,6 +146,8 @@ def test_parquet_dictionaries(tmp_path, monkeypatch):
         f"{path}:1: 'text' is not text but a number",
         f"{path}:2: 'text' is not text but a number",
     ]
+    parquet.write_table(pyarrow.table({"text": [b"ab"]}), path)
+    assert read(path)[1] == [f"{path}:1: 'text' is not text but bytes"]
     parquet.write_table(pyarrow.table({"text": [["a", "b"]]}), path)
     with pytest.raises(
         InputError, match=r"a.parquet: column 'text' is not text but list<.*> \(--json-keys\)"
