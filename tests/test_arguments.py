@@ -472,6 +472,7 @@ CROSS = [
     ),
     ("--attention-dropout 1", "--attention-dropout: 1.0 is too large; it must be less than 1"),
     ("--hidden-dropout 1", "--hidden-dropout: 1.0 is too large; it must be less than 1"),
+    ("--optimizer sgd --sgd-momentum 5", "--sgd-momentum: 5.0 is too large; it must be less than 1"),
 ]
 
 

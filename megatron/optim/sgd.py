@@ -11,7 +11,7 @@ from megatron.optim.spec import OptimizerSpec, Shard, StepInputs
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SGDConfig(Config):
-    sgd_momentum: float = flag(0.9, "SGD: momentum", low=0)
+    sgd_momentum: float = flag(0.9, "SGD: momentum", low=0, below=1)
 
 
 class SGD(OptimizerSpec):
