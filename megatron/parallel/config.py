@@ -9,8 +9,8 @@ from megatron.errors import InputError
 from megatron.flags import Config, flag
 from megatron.parallel.schedules import CHUNKED, SCHEDULES, SPLIT, V_SHAPED
 
-# Sharding strategies; each shards more than the one before. These are ZeRO 0 to 3 (arXiv 1910.02054).
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+# Sharding strategies; each shards more than the one before. These are ZeRO 0 to 3 (arXiv 1910.02054).
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
