@@ -15,5 +15,6 @@ class SettingsConfig(PluginConfig):
     use_checkpoint_args: bool = flag(
         False,
         "take the model's architecture from the checkpoint, in place of the command line's (with --finetune the given "
-        "flags of RoPE win); also take --seq-length, dropout and the tokenizer, unless the command line gives them",
+        "flags of RoPE win); also take the model's other flags, --seq-length and the tokenizer, unless the command "
+        "line gives them",
     )
