@@ -128,7 +128,7 @@ def test_the_tokenizer_of_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(os, "fsync", synced)
     (tmp_path / "vocab.json").write_text("{}")
     record = TokenizerRecord(flags={}, type="x", vocab_size=1, eod=None, files={})
-    write_tokenizer(f"{tmp_path}/corpus", record, {"vocab.json": tmp_path / "vocab.json"})
+    write_tokenizer(f"{tmp_path}/corpus", record, {"vocab.json": tmp_path / "vocab.json"})()
     found = [path.stat() for path in (tmp_path / f"corpus{FOLDER}").iterdir()]
     assert len(found) == 2 and sizes == {status.st_ino: status.st_size for status in found}
 

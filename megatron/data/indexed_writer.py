@@ -33,7 +33,8 @@ class IndexedDatasetWriter:
     writers replace their files together if all have finished (`finish`) before the first of their blocks ends.
 
     Args:
-        publish: called while there is no PREFIX.idx, to write or remove what stands beside it.
+        prepare: called when all documents are added, to write what stands beside PREFIX.idx under temporary names.
+            Returns a function that renames it, or removes an older one; it is called while there is no PREFIX.idx.
         lengths: result of the last `save` of a writer that was interrupted; this one continues from there.
 
     Raises:
@@ -45,13 +46,14 @@ class IndexedDatasetWriter:
         self,
         prefix: str | os.PathLike[str],
         dtype: np.dtype | type,
-        publish: Callable[[], None] = lambda: None,
+        prepare: Callable[[], Callable[[], None]] | None = None,
         lengths: Sequence[int] | None = None,
     ) -> None:
         self.prefix = os.fspath(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self._code = next(code for code, known in DTYPES.items() if known == self.dtype)
-        self._publish = publish
+        self._prepare = prepare
+        self._publish: Callable[[], None] = lambda: None
         self._lengths = lengths or (0,) * len(PARTS)
         self._keep = lengths is not None
         self._finished = False
@@ -93,6 +95,8 @@ class IndexedDatasetWriter:
             with self._writing():
                 _sync(*self._files.values())
                 self._write_index()
+                if self._prepare is not None:
+                    self._publish = self._prepare()
             self._finished = True
 
     def save(self) -> list[int]:

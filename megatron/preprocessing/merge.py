@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron.data.indexed import IndexedDataset
@@ -16,6 +17,7 @@ from megatron.preprocessing.shards import SUFFIX, check_complete, read_record, s
 from megatron.tokenizer.record import (
     FOLDER,
     TokenizerRecord,
+    discard_tokenizer,
     read_tokenizer,
     remove_tokenizer,
     write_tokenizer,
@@ -85,13 +87,18 @@ def merge(config: MergeConfig) -> Merged:
         IndexedDatasetWriter(
             config.output_prefix,
             first.dtype,
-            functools.partial(_publish, config.output_prefix, first.prefix, tokenizer),
+            functools.partial(_prepare, config.output_prefix, first.prefix, tokenizer),
         ) as writer,
         Progress(total, log_interval=1) as progress,
     ):
-        for dataset in datasets:
-            writer.add_dataset(dataset, functools.partial(_advance, progress))
-            progress.update(len(dataset.doc_idx) - 1, 0, progress.text_bytes)
+        try:
+            for dataset in datasets:
+                writer.add_dataset(dataset, functools.partial(_advance, progress))
+                progress.update(len(dataset.doc_idx) - 1, 0, progress.text_bytes)
+            writer.finish()
+        except BaseException:
+            discard_tokenizer(config.output_prefix)
+            raise
     return Merged(datasets, len(datasets) if any(records) else None, sum(r.bad for r in records if r))
 
 
@@ -108,13 +115,20 @@ def _common_tokenizer(datasets: list[IndexedDataset]) -> TokenizerRecord | None:
     return known[0][1] if len(known) == len(datasets) else None
 
 
-def _publish(output: str, source: str, tokenizer: TokenizerRecord | None) -> None:
-    """Copy the tokenizer's record from a merged file to the output, or remove an older one."""
-    Path(output + SUFFIX).unlink(missing_ok=True)
-    if tokenizer is None:
-        remove_tokenizer(output)
-    else:
-        write_tokenizer(output, tokenizer, {n: Path(source + FOLDER, n) for n in tokenizer.files})
+def _prepare(output: str, source: str, tokenizer: TokenizerRecord | None) -> Callable[[], None]:
+    """Copy the tokenizer's record from a merged file to the output; returns a function that renames it.
+
+    Without a record the function removes an older one.
+    """
+    rename: Callable[[], None] = functools.partial(remove_tokenizer, output)
+    if tokenizer is not None:
+        rename = write_tokenizer(output, tokenizer, {n: Path(source + FOLDER, n) for n in tokenizer.files})
+
+    def publish() -> None:
+        Path(output + SUFFIX).unlink(missing_ok=True)
+        rename()
+
+    return publish
 
 
 def _advance(progress: Progress, copied: int) -> None:

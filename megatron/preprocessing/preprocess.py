@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,16 @@ from megatron.preprocessing.inputs import Input, find_inputs, is_dataset, total_
 from megatron.preprocessing.progress import Progress
 from megatron.preprocessing.report import Output, Report
 from megatron.preprocessing.resume import ProgressFile, Saved
-from megatron.preprocessing.shards import SUFFIX, Shard, ShardRecord, fingerprint, parse_shard
+from megatron.preprocessing.shards import SUFFIX, TEMPORARY, Shard, ShardRecord, fingerprint, parse_shard
 from megatron.preprocessing.workers import map_in_order
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.config import TokenizerConfig
-from megatron.tokenizer.record import TokenizerRecord, describe_tokenizer, write_tokenizer
+from megatron.tokenizer.record import (
+    TokenizerRecord,
+    describe_tokenizer,
+    discard_tokenizer,
+    write_tokenizer,
+)
 
 SAMPLE_CHARACTERS = 300_000  # text on which encoders are compared
 SAVE_INTERVAL = 30.0  # seconds between two savings of the progress
@@ -137,22 +142,19 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> R
     )
     _make_folder(config.output_prefix)
 
-    def publish(output: Output) -> None:
-        """Write what stands beside an output's .idx file."""
-        write_tokenizer(output.prefix, record, {file.name: file for file in tokenizer.files})
-        Path(output.prefix + SUFFIX).unlink(missing_ok=True)
-        if shard:
-            _shard_record(shard, inputs, config, record, report, output).write(output.prefix)
-        progress_file.remove()  # its .part files are renamed next
+    def prepare(output: Output) -> Callable[[], None]:
+        done = _shard_record(shard, inputs, config, record, report, output) if shard else None
+        return _write_beside(output.prefix, tokenizer, record, done, progress_file)
 
     dtype = best_dtype(tokenizer.vocab_size)
     with contextlib.ExitStack() as stack:
         writers = [
             stack.enter_context(
-                IndexedDatasetWriter(output.prefix, dtype, functools.partial(publish, output), lengths)
+                IndexedDatasetWriter(output.prefix, dtype, functools.partial(prepare, output), lengths)
             )
             for output, lengths in zip(report.outputs, saved.lengths, strict=True)
         ]
+        stack.push(functools.partial(_discard, prefixes))
         _write(config, total_size(own), settings, batches, writers, report, progress_file)
         for output in report.outputs:
             # A shard of little text may be empty.
@@ -161,6 +163,34 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> R
         for writer in writers:  # a full disk shows here, before the first file is replaced
             writer.finish()
     return report
+
+
+def _write_beside(
+    prefix: str,
+    tokenizer: Tokenizer,
+    tokenizer_record: TokenizerRecord,
+    shard_record: ShardRecord | None,
+    progress_file: ProgressFile,
+) -> Callable[[], None]:
+    """Write what stands beside an output's .idx file under temporary names; returns a function that renames it."""
+    renames = [write_tokenizer(prefix, tokenizer_record, {file.name: file for file in tokenizer.files})]
+    if shard_record is not None:
+        renames.append(shard_record.write(prefix))
+
+    def publish() -> None:
+        Path(prefix + SUFFIX).unlink(missing_ok=True)
+        for rename in renames:
+            rename()
+        progress_file.remove()  # its .part files are renamed next
+
+    return publish
+
+
+def _discard(prefixes: Sequence[str], kind: type[BaseException] | None, *_: object) -> None:
+    """Leave the context of the writers: if it raised, remove what was written to stand beside the .idx files."""
+    for prefix in prefixes if kind is not None else ():
+        discard_tokenizer(prefix)
+        Path(prefix + TEMPORARY).unlink(missing_ok=True)
 
 
 def _settings(

@@ -6,10 +6,12 @@ Part I of N writes PREFIX-0000I-of-0000N.bin and .idx, and a record beside them:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from megatron.preprocessing.inputs import DATASET, Input
 from megatron.tokenizer.record import as_json, write_synced
 
 SUFFIX = ".shard.json"
+TEMPORARY = f"{SUFFIX}.part"
 MAX_SHARDS = 99_999
 _NAME = re.compile(r"-\d{5}-of-\d{5}$")
 
@@ -110,9 +113,11 @@ class ShardRecord:
     tokens: int
     bad: int
 
-    def write(self, prefix: str) -> None:
-        """Write the record of the shard at `prefix`."""
-        write_synced(Path(prefix + SUFFIX), as_json(dataclasses.asdict(self)))
+    def write(self, prefix: str) -> Callable[[], None]:
+        """Write the record of the shard at `prefix` under a temporary name; returns a function that renames it."""
+        path = Path(prefix + TEMPORARY)
+        write_synced(path, as_json(dataclasses.asdict(self)))
+        return functools.partial(os.replace, path, prefix + SUFFIX)
 
 
 def read_record(prefix: str) -> ShardRecord | None:

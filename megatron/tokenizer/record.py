@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -100,23 +100,39 @@ def describe_tokenizer(tokenizer: Tokenizer, config: TokenizerConfig) -> Tokeniz
     )
 
 
-def write_tokenizer(prefix: str, record: TokenizerRecord, source: Mapping[str, Path]) -> None:
-    """Write the record of the token file at `prefix`, in place of an older one.
+def write_tokenizer(prefix: str, record: TokenizerRecord, source: Mapping[str, Path]) -> Callable[[], None]:
+    """Write the record of the token file at `prefix` under a temporary name.
 
     Args:
         source: the tokenizer's files by name.
 
+    Returns:
+        A function that renames it, in place of an older one. `discard_tokenizer` removes one that is not renamed.
+
     Raises:
         OSError: it cannot be written.
     """
-    temporary = Path(f"{prefix}{FOLDER}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
+    discard_tokenizer(prefix)
+    temporary = _temporary(prefix)
     temporary.mkdir()
     for name, path in source.items():
         write_synced(temporary / name, read_file(path))
     write_synced(temporary / RECORD, as_json({"format": 1, **dataclasses.asdict(record)}))
-    remove_tokenizer(prefix)  # only now: its files may be the source
-    temporary.rename(prefix + FOLDER)
+
+    def rename() -> None:
+        remove_tokenizer(prefix)
+        temporary.rename(prefix + FOLDER)
+
+    return rename
+
+
+def discard_tokenizer(prefix: str) -> None:
+    """Remove a record that `write_tokenizer` wrote and that was not renamed, if there is one."""
+    shutil.rmtree(_temporary(prefix), ignore_errors=True)
+
+
+def _temporary(prefix: str) -> Path:
+    return Path(f"{prefix}{FOLDER}.tmp")
 
 
 def as_json(record: Mapping[str, Any]) -> bytes:

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,9 @@ from megatron.data.indexed import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import InputError
 from megatron.preprocessing.merge import MergeConfig, merge
+from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.config import TokenizerConfig
+from megatron.tokenizer.record import describe_tokenizer, write_tokenizer
 
 
 def write(prefix: Path, documents: list[list[list[int]]], dtype: type = np.uint16) -> None:
@@ -134,6 +139,26 @@ def test_an_interrupted_merge_keeps_the_old_files(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(IndexedDatasetWriter, "add_dataset", interrupted)
     with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "parts", tmp_path / "merged")
+    assert sorted(os.listdir(tmp_path)) == ["merged.bin", "merged.idx", "parts"]
+    assert IndexedDataset(tmp_path / "merged").tokens.tolist() == [7]
+
+
+def test_a_full_disk_under_the_tokenizer_keeps_the_old_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=9)
+    record = describe_tokenizer(build_tokenizer(config), config)
+    write(tmp_path / "parts" / "a", [[[1]]])
+    write_tokenizer(str(tmp_path / "parts" / "a"), record, {})()
+    write(tmp_path / "merged", [[[7]]])
+
+    def full(*arguments: Any) -> None:
+        write_tokenizer(*arguments)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("megatron.preprocessing.merge.write_tokenizer", full)
+    with pytest.raises(InputError, match=r"cannot be written: No space left"):
         run(tmp_path / "parts", tmp_path / "merged")
     assert sorted(os.listdir(tmp_path)) == ["merged.bin", "merged.idx", "parts"]
     assert IndexedDataset(tmp_path / "merged").tokens.tolist() == [7]

@@ -149,6 +149,34 @@ def test_a_full_disk_at_the_end_replaces_no_file(
     assert contents(tmp_path / "o") == whole
 
 
+@pytest.mark.parametrize("full", ["text", "other"])
+def test_a_full_disk_under_a_tokenizer_replaces_no_file(
+    work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str
+) -> None:
+    flags = {"json_keys": ("text", "other"), "shard": "1/1"}
+    for name, count in (("old", 9), ("new", 60)):
+        (tmp_path / name).write_text(lines(0, count))
+    run(tmp_path / "old", tmp_path / "o/o", **flags)
+    run(tmp_path / "new", tmp_path / "whole/o", **flags)
+    before, whole, write = contents(tmp_path / "o"), contents(tmp_path / "whole"), module.write_tokenizer
+
+    def write_tokenizer(prefix: str, *rest: Any) -> Any:
+        renames = write(prefix, *rest)
+        if f"_{full}_" in prefix:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return renames
+
+    with monkeypatch.context() as patch, pytest.raises(InputError, match=r"cannot be written: No space left"):
+        patch.setattr(module, "write_tokenizer", write_tokenizer)
+        run(tmp_path / "new", tmp_path / "o/o", **flags)
+    left = contents(tmp_path / "o")
+    assert {name: left[name] for name in before} == before
+    parts = {name.split(".", 1)[1] for name in left.keys() - before.keys()}
+    assert parts == {"bin.part", "documents.part", "progress.part", "sizes.part"}
+    run(tmp_path / "new", tmp_path / "o/o", **flags)
+    assert contents(tmp_path / "o") == whole
+
+
 def test_a_full_disk_under_the_tokenizer_keeps_the_progress(
     work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -33,7 +33,7 @@ def write(prefix: Path, ids: int | None) -> Path:
             writer.add_document([[i, 1, 2, 3, 4, 5, 6, 7, 8, 9]])
     if ids is not None:
         config = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=ids - 1)
-        write_tokenizer(str(prefix), describe_tokenizer(build_tokenizer(config), config), {})
+        write_tokenizer(str(prefix), describe_tokenizer(build_tokenizer(config), config), {})()
     return prefix
 
 

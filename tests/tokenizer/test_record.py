@@ -34,7 +34,7 @@ def record(config: TokenizerConfig, prefix: Path | None = None) -> TokenizerReco
     tokenizer = build_tokenizer(config)
     made = describe_tokenizer(tokenizer, config)
     if prefix is not None:
-        write_tokenizer(str(prefix), made, {file.name: file for file in tokenizer.files})
+        write_tokenizer(str(prefix), made, {file.name: file for file in tokenizer.files})()
     return made
 
 
