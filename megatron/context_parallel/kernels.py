@@ -73,10 +73,11 @@ def partial_attention_backward(
         )
         return grad_q, grad_k, grad_v[..., :width]
     if _takes_flash(q_bnsd, v_bgtw, mask_bnst):
+        lse = lse_bns.contiguous()  # the kernel ignores its strides, which are others for a part of the queries
         lengths = None, None, q_bnsd.shape[2], k_bgtd.shape[2]
         unused = q_bnsd.new_zeros(2, dtype=torch.int64)  # the state of dropout
         return aten._scaled_dot_product_flash_attention_backward(
-            grad_bnsw, q_bnsd, k_bgtd, v_bgtw, out_bnsw, lse_bns, *lengths, 0.0, causal, unused, unused
+            grad_bnsw, q_bnsd, k_bgtd, v_bgtw, out_bnsw, lse, *lengths, 0.0, causal, unused, unused
         )
     return plain_partial_attention_backward(
         grad_bnsw, q_bnsd, k_bgtd, v_bgtw, out_bnsw, lse_bns, mask_bnst, causal=causal

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
+from flash_attention import on_a_gpu
 from torch import Tensor
 
 from megatron.context_parallel import attention as context_attention
@@ -174,6 +175,23 @@ def test_a_divided_sequence_attends_as_a_whole_one(processes: int) -> None:
     rules = RULES if processes == 4 else ("softmax", "all at once")
     run_distributed(
         check_grids, processes, [name for name, grid in GRIDS.items() if grid[0] == processes], rules
+    )
+
+
+def check_flash(names: list[str]) -> None:
+    with on_a_gpu() as calls:
+        for name in names:
+            for mask, difference in compare(*GRIDS[name], torch.bfloat16, "softmax").items():
+                assert difference < 0.1, f"{name}, {mask}: {difference}"
+    assert all(call.called for call in calls)
+
+
+@pytest.mark.parametrize(
+    "processes", [2, pytest.param(4, marks=pytest.mark.slow)], ids=["two ranks", "four ranks"]
+)
+def test_a_divided_sequence_attends_as_a_whole_one_on_a_gpu(processes: int) -> None:
+    run_distributed(
+        check_flash, processes, [name for name, grid in GRIDS.items() if grid[0] == processes > grid[1]]
     )
 
 
