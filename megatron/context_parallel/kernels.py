@@ -28,8 +28,8 @@ def partial_attention(
         mask_bnst: true where a query may attend to a key; b and n may be 1. None means everywhere or, with `causal`, to
             no later key, with s = t.
     """
+    width = v_bgtw.shape[-1]
     if _takes_cpu_flash(q_bnsd, v_bgtw):
-        width = v_bgtw.shape[-1]
         out_bnsd, lse_bns = aten._scaled_dot_product_flash_attention_for_cpu(
             q_bnsd,
             k_bgtd,
@@ -41,8 +41,9 @@ def partial_attention(
             lse_bns = lse_bns.masked_fill(~mask_bnst.any(-1), -torch.inf)
         return out_bnsd[..., :width], lse_bns
     if _takes_flash(q_bnsd, v_bgtw, mask_bnst):
-        out_bnsd, lse_bns, *_ = aten._scaled_dot_product_flash_attention(q_bnsd, k_bgtd, v_bgtw, 0.0, causal)
-        return out_bnsd, lse_bns
+        tensors = q_bnsd, k_bgtd, _padded(v_bgtw, q_bnsd)
+        out_bnsd, lse_bns, *_ = aten._scaled_dot_product_flash_attention(*tensors, 0.0, causal)
+        return out_bnsd[..., :width], lse_bns
     return plain_partial_attention(q_bnsd, k_bgtd, v_bgtw, mask_bnst, causal=causal)
 
 
@@ -58,8 +59,8 @@ def partial_attention_backward(
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the queries, keys and values from the gradient, the output and the lse over all keys."""
+    width = v_bgtw.shape[-1]
     if _takes_cpu_flash(q_bnsd, v_bgtw):
-        width = v_bgtw.shape[-1]
         grad_q, grad_k, grad_v = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             _padded(grad_bnsw, q_bnsd),
             q_bnsd,
@@ -73,12 +74,16 @@ def partial_attention_backward(
         )
         return grad_q, grad_k, grad_v[..., :width]
     if _takes_flash(q_bnsd, v_bgtw, mask_bnst):
-        lse = lse_bns.contiguous()  # the kernel ignores its strides, which are others for a part of the queries
+        grad, v, out = (_padded(x, q_bnsd) for x in (grad_bnsw, v_bgtw, out_bnsw))
+        lse = (
+            lse_bns.contiguous()
+        )  # the kernel ignores its strides, which are others for a part of the queries
         lengths = None, None, q_bnsd.shape[2], k_bgtd.shape[2]
         unused = q_bnsd.new_zeros(2, dtype=torch.int64)  # the state of dropout
-        return aten._scaled_dot_product_flash_attention_backward(
-            grad_bnsw, q_bnsd, k_bgtd, v_bgtw, out_bnsw, lse, *lengths, 0.0, causal, unused, unused
+        grad_q, grad_k, grad_v = aten._scaled_dot_product_flash_attention_backward(
+            grad, q_bnsd, k_bgtd, v, out, lse, *lengths, 0.0, causal, unused, unused
         )
+        return grad_q, grad_k, grad_v[..., :width]
     return plain_partial_attention_backward(
         grad_bnsw, q_bnsd, k_bgtd, v_bgtw, out_bnsw, lse_bns, mask_bnst, causal=causal
     )
@@ -136,9 +141,14 @@ def _scores(
 
 
 def _takes_flash(q_bnsd: Tensor, v_bgtw: Tensor, mask_bnst: Tensor | None) -> bool:
-    """True if FlashAttention computes this on a GPU: 16 bits, no mask, widths that are equal multiples of 8."""
+    """True if FlashAttention computes this on a GPU: 16 bits and no mask, from Ampere on.
+
+    Widths are multiples of 8, since it loads 16 bytes at once, up to 256; values are padded to the width of keys.
+    """
     d, w = q_bnsd.shape[-1], v_bgtw.shape[-1]
-    return mask_bnst is None and q_bnsd.dtype in (torch.float16, torch.bfloat16) and d == w and d % 8 == 0
+    if mask_bnst is not None or q_bnsd.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    return w <= d <= 256 and d % 8 == w % 8 == 0 and torch.cuda.get_device_capability(q_bnsd.device) >= (8, 0)
 
 
 def _takes_cpu_flash(q_bnsd: Tensor, v_bgtw: Tensor) -> bool:
@@ -147,7 +157,7 @@ def _takes_cpu_flash(q_bnsd: Tensor, v_bgtw: Tensor) -> bool:
 
 
 def _padded(x: Tensor, q_bnsd: Tensor) -> Tensor:
-    """Values, or what has their width, padded to that of the queries: torch's CPU kernel takes no other."""
+    """Values, or what has their width, padded to that of the queries: torch's kernels take no other."""
     return F.pad(x, (0, q_bnsd.shape[-1] - x.shape[-1])) if x.shape[-1] < q_bnsd.shape[-1] else x
 
 

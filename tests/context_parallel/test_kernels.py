@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from flash_attention import on_a_gpu
 from torch import Tensor
 
 from megatron.context_parallel.blocks import Block, blocks
 from megatron.context_parallel.kernels import (
+    partial_attention,
     partial_attention_backward,
     plain_partial_attention,
     plain_partial_attention_backward,
@@ -38,3 +40,34 @@ def test_a_part_of_the_queries_has_its_own_lse() -> None:
     assert backward.call_count == 1
     for x, y in zip(found, plain_partial_attention_backward(*arguments, causal=False), strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("d", "w", "dtype", "capability", "flash"),
+    [
+        (128, 128, torch.bfloat16, (9, 0), True),
+        (128, 128, torch.float16, (8, 0), True),
+        (256, 256, torch.bfloat16, (8, 0), True),
+        (192, 128, torch.bfloat16, (8, 0), True),  # latent attention
+        (128, 128, torch.float32, (8, 0), False),
+        (128, 128, torch.float16, (7, 0), False),  # V100
+        (128, 128, torch.float16, (7, 5), False),  # T4
+        (264, 264, torch.bfloat16, (8, 0), False),
+        (20, 20, torch.bfloat16, (8, 0), False),
+        (24, 12, torch.bfloat16, (8, 0), False),
+        (16, 24, torch.bfloat16, (8, 0), False),
+    ],
+)
+def test_flash_attention_gets_what_it_takes(
+    d: int, w: int, dtype: torch.dtype, capability: tuple[int, int], flash: bool
+) -> None:
+    q, k, v, grad = inputs(d, w, dtype)
+    plain = plain_partial_attention(q, k, v, None, causal=True)
+    arguments = grad, q, k, v, *plain, None
+    with on_a_gpu(capability) as calls:
+        found = partial_attention(q, k, v, None, causal=True)
+        grads = partial_attention_backward(*arguments, causal=True)
+    assert [call.called for call in calls] == [flash, flash]
+    plain += plain_partial_attention_backward(*arguments, causal=True)
+    for x, y in zip(found + grads, plain, strict=True):
+        torch.testing.assert_close(x, y)
