@@ -56,9 +56,24 @@ llama3_8b_settings=(
   --split '99,1,0' --log-interval 10 --eval-interval 1000 --eval-iters 10
 )
 
+# resume_flags FLAGS...: set `flags` to FLAGS, without --finetune and its --load once CHECKPOINT_PATH holds the run that
+# they started.
+resume_flags() {
+  local word before=
+  flags=("$@")
+  [[ -s $CHECKPOINT_PATH/latest_checkpointed_iteration.txt ]] || return 0
+  has_flag --finetune "$@" && ! has_flag --save "$@" || return 0
+  echo "$CHECKPOINT_PATH holds this run: it is resumed, without --finetune and the --load of its first weights"
+  flags=()
+  for word; do
+    [[ $word =~ ^--(finetune|load|ckpt-step)(=|$) || $before =~ ^--(load|ckpt-step)$ ]] || flags+=("$word")
+    before=$word
+  done
+}
+
 # pretrain_gpt PRECISION FLAGS...: PRECISION (--bf16 or --fp16) applies unless FLAGS has one; no flag undoes either.
 pretrain_gpt() {
-  local defaults data data_flags
+  local defaults data data_flags flags=("$@")
   if has_flag --dry-run "$@" || has_flag --mock-data "$@"; then
     defaults=(--tokenizer-type NullTokenizer --vocab-size $((vocab_size - 1)))
     has_flag --mock-data "$@" || defaults+=(--mock-data)
@@ -71,9 +86,10 @@ pretrain_gpt() {
       --save "$CHECKPOINT_PATH" --load "$CHECKPOINT_PATH" --save-interval "$save_interval"
       --tensorboard-dir "$CHECKPOINT_PATH/tensorboard" --metrics-path "$CHECKPOINT_PATH/metrics.jsonl"
     )
+    resume_flags "$@"
   fi
-  has_flag --bf16 "${@:2}" || has_flag --fp16 "${@:2}" || defaults+=("$1")
+  has_flag --bf16 "${flags[@]:1}" || has_flag --fp16 "${flags[@]:1}" || defaults+=("$1")
   trap_signals
   setup_python "${repo}requirements.txt"
-  launch "${repo}pretrain_gpt.py" "${defaults[@]}" "${@:2}"
+  launch "${repo}pretrain_gpt.py" "${defaults[@]}" "${flags[@]:1}"
 }

@@ -6,7 +6,7 @@
 #   DATA_PATH=... CHECKPOINT_PATH=... bash scripts/pretrain_gpt_llama3_8b_128k.sh [flags of pretrain_gpt.py]
 #
 # Flags given here override those of the script. The weights are random unless `--load FIRST --finetune` names the run
-# whose training goes on.
+# whose training goes on; once CHECKPOINT_PATH holds a checkpoint, the same command resumes from it.
 set -euo pipefail
 : "${NNODES:=8}" "${GPUS_PER_NODE:=8}"
 source "$(dirname "${BASH_SOURCE[0]}")/gpt.sh"

@@ -14,6 +14,7 @@ import torch
 from checkout import RUN, Checkout, commands
 
 from megatron.arguments import parse_run_config
+from megatron.checkpoint.config import CheckpointConfig
 from megatron.model.context import ModelContext
 from megatron.model.flops import attended_pairs, attention_flops, flops_per_sample
 from megatron.pretrain_gpt import DEFAULTS, build_model
@@ -188,6 +189,31 @@ def test_a_size_fits_the_gpus_of_its_paper(size: str, tmp_path: Path) -> None:
     assert record["parameters"] / 1e9 == pytest.approx(billions, abs=0.06 if billions > 1 else 0.001)
     v100 = size in ("345m", "1.2b", "2.5b", "4.2b", "8.3b")
     assert record["ranks"][0]["memory"]["peak"] < (32e9 if v100 else 80e9)
+
+
+@pytest.mark.parametrize("load", [["--load", "first"], ["--load=first"]])
+def test_a_second_stage_starts_and_resumes_with_one_command(checkout: Checkout, load: list[str]) -> None:
+    given, one = ["--finetune", *load, "--ckpt-step", "7", "--lr", "1"], {"NNODES": "1", "GPUS_PER_NODE": "1"}
+
+    def training(*flags: str) -> tuple[CheckpointConfig, float | None]:
+        (command,) = commands(checkout.run("pretrain_gpt_llama3_8b_32k.sh", *flags, **RUN | one))
+        words = command[command.index("pretrain_gpt.py") + 1 :]
+        config = parse_run_config(words, description="", defaults=DEFAULTS)
+        return config.checkpoint, config.optimizer.lr
+
+    first, lr = training(*given)
+    assert (first.load, first.save, first.finetune, first.ckpt_step, lr) == ("first", "run", True, 7, 1)
+    (checkout.root / "run").mkdir()
+    tracker = checkout.root / "run" / "latest_checkpointed_iteration.txt"
+    tracker.touch()  # as a full disk leaves it
+    assert training(*given) == (first, 1)
+    tracker.write_text("5")
+    again, lr = training(*given)
+    assert (again.load, again.save, again.finetune, again.ckpt_step, lr) == ("run", "run", False, None, 1)
+    # Nothing else is left out: the program refuses a folder that holds another run.
+    elsewhere, _ = training(*given, "--save", "other")
+    assert (elsewhere.load, elsewhere.save, elsewhere.finetune) == ("first", "other", True)
+    assert training("--load", "first")[0].load == "first"
 
 
 def test_flags_and_variables_override_the_script(checkout: Checkout) -> None:
