@@ -23,15 +23,25 @@ fail() {
   exit 2
 }
 
-# On SIGINT and SIGTERM, exit after the running command ends, because training saves a checkpoint first. Print a
-# message, and exit with 130 or 143 where torchrun exits with 1. The terminal sends Ctrl-C to the whole job. SIGTERM may
-# be sent to the script only, so it is forwarded.
+# On SIGINT and SIGTERM, exit after the running command ends, because training saves a checkpoint first. The terminal
+# sends Ctrl-C to the whole job. SIGTERM may be sent to the script only, so it is forwarded.
 trap_signals() {
   trap 'interrupted=130 signaled=1' INT
   trap 'interrupted=143 signaled=1; [[ -z $child ]] || kill -TERM "$child" 2>/dev/null || true' TERM
-  trap '((! $? || ! interrupted)) || { echo "Interrupted. Run the same command to resume."; exit "$interrupted"; }' EXIT
+  trap at_exit EXIT
 }
-interrupted=0 signaled=0 child=
+interrupted=0 signaled=0 own_status=0 child=
+
+# After a signal, exit with 130 or 143 and a message, unless a training program ended with another status of its own,
+# such as 1 if it could not save. torchrun ends with 1 in any case, and bash may have 255 for a command that ends when
+# the signal comes.
+at_exit() {
+  local status=$?
+  ((status && interrupted)) || return 0
+  ((own_status && status != 255)) || status=$interrupted
+  ((status < 128)) || echo "Interrupted. Run the same command to resume."
+  exit "$status"
+}
 
 # Like `run`, but in the background: bash runs traps only between commands and during `wait`.
 run_interruptible() {
@@ -153,8 +163,10 @@ launch() {
     run_interruptible "$python" "$@"
     exit # a dry run has no outputs for later steps
   elif [[ -n ${LAUNCHER:-} ]]; then
+    own_status=1
     run_interruptible bash "$LAUNCHER" "$python" "$@"
   elif ((world == 1)); then
+    own_status=1
     run_interruptible "$python" "$@"
   else
     for name in NODE_RANK MASTER_ADDR; do

@@ -20,9 +20,10 @@ case "$*" in
   *purelib*) mkdir -p "$VENV_PACKAGES"; echo "$VENV_PACKAGES" ;;
   "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
   *pretrain_gpt.py* | *pretrain_bert.py*)
-    trap 'kill $! 2>/dev/null; echo "passed on"; exit 143' TERM
+    trap 'kill $! 2>/dev/null; echo "passed on"; exit "${STATUS:-143}"' TERM
     [[ -z ${SIGNAL:-} ]] || kill -s "$SIGNAL" "$PPID"
     [[ -z ${LONG:-} ]] || { sleep 30 >&- 2>&- & wait; }
+    [[ -z ${SIGNAL:-} ]] || sleep 0.5 # bash may lose the status of a command that ends with the signal
     exit "${STATUS:-0}" ;;
 esac
 """

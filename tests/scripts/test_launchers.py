@@ -138,10 +138,23 @@ def test_the_exit_status_is_that_of_training(checkout, status):
 @pytest.mark.parametrize(("signal", "status"), [("INT", 130), ("TERM", 143)])
 def test_interruption(checkout, signal, status):
     # torchrun also exits with 1 when a signal stops it.
-    done = checkout.run("pretrain_gpt.sh", SIGNAL=signal, STATUS="1")
+    env = RUN | {"GPUS_PER_NODE": "2"}
+    done = checkout.run("pretrain_gpt.sh", SIGNAL=signal, STATUS="1", **env)
     assert done.returncode == status
     assert "Done." not in done.stdout
     assert "Run the same command to resume" in done.stdout
+
+
+@pytest.mark.parametrize("launcher", ["", "launcher"])
+@pytest.mark.parametrize("signal", ["INT", "TERM"])
+@pytest.mark.parametrize(("status", "resumes"), [(0, False), (1, False), (200, True)])
+def test_a_programs_own_status_stays_after_a_signal(checkout, launcher, signal, status, resumes):
+    """A full disk while it saves gives 1, and no restart."""
+    (checkout.root / "launcher").write_text('exec "$@"')
+    env = RUN | {"LAUNCHER": launcher, "SIGNAL": signal, "STATUS": str(status)}
+    done = checkout.run("pretrain_gpt_345m.sh", **env)
+    assert done.returncode == status
+    assert ("Run the same command to resume" in done.stdout) == resumes
 
 
 def test_sigterm_to_the_script_alone_is_forwarded(checkout):
