@@ -6,8 +6,8 @@
 # Creates the environment first if necessary. Two workers share the tests; `-n 8` starts more, `-n 0` none, as a
 # debugger needs. `-m slow` and `-m gpu` run the tests that are skipped by default.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source scripts/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+cd "$root"
 
 setup_python requirements.txt requirements-dev.txt
 # Tests start several processes at once, and more than one thread per process makes them slower.

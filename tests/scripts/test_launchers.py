@@ -261,6 +261,14 @@ def test_help_is_the_opening_comment(checkout, script):
     assert "#" not in done.stdout and "set -e" not in done.stdout
 
 
+@pytest.mark.parametrize("script", ["scripts/test.sh", ".ci/run"])
+def test_help_of_a_script_in_its_own_folder(script):
+    path = ROOT / script
+    done = subprocess.run(["bash", path.name, "-h"], cwd=path.parent, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == ""
+    assert done.stdout.startswith(("Run the tests.", "Checks for every change"))
+
+
 @pytest.mark.parametrize("script", ["common.sh", "slurm/pretrain.sh"])
 @pytest.mark.parametrize(
     ("env", "expected"),
