@@ -15,7 +15,9 @@ import torch
 from megatron.errors import InputError
 from megatron.parallel.collectives import all_reduce_max
 from megatron.parallel.mesh import Axis
+from megatron.settings.data_tokenizer import DATA_FIELDS
 from megatron.training.config import RunConfig
+from megatron.variants.blend_flags import data_prefixes
 
 # A larger file is read in blocks, evenly spaced: this many in all files together, but no fewer than MIN_BLOCKS each.
 WHOLE_BYTES, BLOCK_BYTES, BLOCKS, MIN_BLOCKS = 1 << 22, 1 << 14, 2048, 16
@@ -48,9 +50,10 @@ def check_same_data(config: RunConfig, world: Axis) -> None:
 def _files(config: RunConfig) -> Iterator[str]:
     """The files that the flags name, whether they exist or not, so that all processes have the same list."""
     data, tokenizer = config.data, config.tokenizer
-    for paths in (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path):
-        # The weights of a blend name no file.
-        yield from (path + suffix for path, suffix in itertools.product(paths or (), (".bin", ".idx")))
+    for name in DATA_FIELDS:
+        values = getattr(data, name)
+        prefixes = data_prefixes(values, f"--{name.replace('_', '-')}") if values else []
+        yield from (prefix + suffix for prefix, suffix in itertools.product(prefixes, (".bin", ".idx")))
     for path in (tokenizer.vocab_file, tokenizer.merge_file, tokenizer.tokenizer_model):
         if path is not None:
             yield os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path

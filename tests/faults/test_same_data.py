@@ -13,7 +13,7 @@ from megatron.arguments import parse_run_config
 from megatron.errors import InputError
 from megatron.faults import same_data
 from megatron.faults.same_data import check_same_data, fingerprint
-from megatron.parallel.mesh import init_mesh
+from megatron.parallel.mesh import Axis, init_mesh
 
 FLAGS = """
     --num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --train-iters 1 --lr 1
@@ -83,3 +83,15 @@ def test_fingerprints_of_large_files(tmp_path: Path) -> None:
     assert of(size) == plain
     assert len({plain, of(size + 1), of(size - 1), of(size, 0), of(size, size - 1)}) == 5
     assert fingerprint(str(tmp_path / "missing"), 16) == 0
+
+
+def test_only_files_share_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights of a blend and the borders of its phases name no files."""
+    seen: dict[str, int] = {}
+    monkeypatch.setattr(same_data, "fingerprint", seen.setdefault)
+    monkeypatch.setattr(same_data, "all_reduce_max", lambda x, axis: x)
+    words = "--data-path 0.3 a 0.7 b from=100 0.5 a 0.5 c --vocab-file v --merge-file m"
+    config = parse_run_config([*FLAGS, *words.split()], description="", defaults={})
+    check_same_data(config, Axis(0, 2, ranks=range(2)))
+    names = [f"{prefix}.{suffix}" for prefix in "abc" for suffix in ("bin", "idx")]
+    assert seen == dict.fromkeys([*names, "v", "m"], same_data.BLOCKS // 8)
