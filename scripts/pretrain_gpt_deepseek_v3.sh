@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Pretrain DeepSeek-V3 (arXiv 2412.19437: 671 billion parameters, 37 of them active) on 2,048 GPUs with 80 GB as in the
 # paper: 256 nodes with 8 GPUs. The layout is that of its section 3.2: pipeline-parallel size 16, expert-parallel size
-# 64, data-parallel size 128. The schedule is that of section 4.2, but the learning rate falls from the end of warmup
-# on, where the paper keeps it constant for 10 trillion tokens. Differences: bf16 instead of FP8, the 1F1B schedule with
-# recomputed layers, and no multi-token prediction.
+# 64, data-parallel size 128. The schedule is that of section 4.2 but for the learning rate, which falls from the end of
+# warmup on, where the paper keeps it constant for 10 trillion tokens, and for the bias of the experts, whose updates
+# the paper ends 500 billion tokens before the end. Differences: bf16 instead of FP8, the 1F1B schedule with recomputed
+# layers, and no multi-token prediction.
 #
 #   DATA_PATH=... CHECKPOINT_PATH=... bash scripts/pretrain_gpt_deepseek_v3.sh [flags of pretrain_gpt.py]
 #
