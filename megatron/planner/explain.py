@@ -23,6 +23,7 @@ from megatron.planner.space import (
     can_shard_parameters,
     can_tensor_parallel,
     divides_experts,
+    divides_layers,
     schedules,
 )
 
@@ -48,6 +49,8 @@ UNSHARDED: dict[str, Any] = {
     "sharded_parameters": False,
     "instances": 1,
 }
+# Those of stages that have equal numbers of layers.
+EVEN: dict[str, Any] = {"balanced": False, "division": None}
 
 
 def other_choices(best: Plan, job: Job, cluster: Cluster) -> Iterator[tuple[str, Layout]]:
@@ -75,7 +78,7 @@ def other_choices(best: Plan, job: Job, cluster: Cluster) -> Iterator[tuple[str,
         ("1F1B or interleaving", {"pipeline_schedule": None}),
         ("schedule zb-h1", {"pipeline_schedule": "zb-h1", "chunks": 1}),
         ("schedule zb-v", {"pipeline_schedule": "zb-v", "chunks": 2, "balanced": False}),
-        ("stages of equal numbers of layers", {"balanced": False, "division": None}),
+        *([("stages of equal numbers of layers", EVEN)] if Layout(pipeline=p).splits_layers(job) else []),
         ("stages of equal work", {"balanced": True, "division": None, "chunks": 1}),
         (f"microbatch {2 * b}", {"micro_batch_size": 2 * b}),
         (f"microbatch {b // 2}", {"micro_batch_size": b // 2}),
@@ -138,7 +141,7 @@ def _divides(layout: Layout, job: Job, cluster: Cluster) -> bool:
     halves = 2 * layout.context if layout.context > 1 else 1  # of a sequence
     return (
         layout.processes == cluster.devices
-        and dataclasses.replace(layout, chunks=1).splits_layers(job)
+        and (layout.division is not None or divides_layers(job, dataclasses.replace(layout, chunks=1)))
         and can_tensor_parallel(job, layout.tensor)
         and job.seq_length % halves == 0
         and divides_experts(layout, job)
@@ -167,7 +170,7 @@ def _adjusted(layout: Layout, job: Job) -> Layout:
     divides = layout.replicas % layout.instances == 0 and layout.replicas > layout.instances
     return dataclasses.replace(
         layout,
-        balanced=layout.balanced and p > 1,
+        balanced=p > 1 and (layout.balanced or not (layout.division or layout.splits_layers(job))),
         offload_layers=layout.offload_layers if can_offload_activations(layout) else 0,
         sequence_parallel=layout.sequence_parallel and can_sequence_parallel(job, layout),
         distributed_optimizer=layout.distributed_optimizer and replicated,

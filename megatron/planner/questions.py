@@ -14,11 +14,9 @@ from megatron.planner.memory import fits
 from megatron.planner.our_program import memory_of
 from megatron.planner.search import Plan, plan_within
 from megatron.planner.space import (
-    can_sequence_parallel,
-    can_shard_parameters,
     context_sizes,
     expert_sizes,
-    offloaded,
+    frugal,
     pipeline_sizes,
     tensor_sizes,
 )
@@ -75,7 +73,7 @@ def _most(holds: Callable[[int], bool], limit: int) -> int:
 def longest_of_all(job: Job, cluster: Cluster) -> tuple[int, Layout | None]:
     """Tokens of the longest sample that fits in any layout with as many samples in a step, and that layout."""
     best: tuple[int, Layout | None] = (0, None)
-    for layout in _frugal_layouts(job, cluster):
+    for layout in _layouts_of_all_devices(job, cluster):
         longer = with_length(job, best[0] + LENGTH_STEP)
         if fits(memory_of(longer, layout, cluster), cluster):
             length = longest_sequence(job, layout, cluster)
@@ -83,8 +81,8 @@ def longest_of_all(job: Job, cluster: Cluster) -> tuple[int, Layout | None]:
     return best
 
 
-def _frugal_layouts(job: Job, cluster: Cluster) -> Iterator[Layout]:
-    """Yield the layouts of a cluster with every way to save memory and with single samples as microbatches."""
+def _layouts_of_all_devices(job: Job, cluster: Cluster) -> Iterator[Layout]:
+    """Yield layouts that save memory, with single samples as microbatches."""
     very_long = with_length(job, MAX_LENGTH)
     for t, p in itertools.product(tensor_sizes(job, cluster), pipeline_sizes(job)):
         ranks, rest = divmod(cluster.devices, t * p)
@@ -101,17 +99,9 @@ def _frugal_layouts(job: Job, cluster: Cluster) -> Iterator[Layout]:
                     data=data,
                     expert=expert,
                     expert_tensor=parts,
-                    recompute="full",
-                    distributed_optimizer=ranks > 1,
                     overlap_grad_reduce=ranks > 1,
                 )
-                layout = dataclasses.replace(
-                    layout,
-                    sequence_parallel=can_sequence_parallel(very_long, layout),
-                    sharded_parameters=ranks > 1 and can_shard_parameters(layout),
-                )
-                yield from offloaded(layout)
-                yield from offloaded(dataclasses.replace(layout, recompute="none"))
+                yield from frugal(very_long, layout)
 
 
 def other_clusters(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:

@@ -19,12 +19,11 @@ from megatron.planner.simulate import Step
 from megatron.planner.space import (
     can_offload_activations,
     can_offload_optimizer,
-    can_sequence_parallel,
     can_tensor_parallel,
     context_sizes,
     count_variants,
     expert_sizes,
-    offloaded,
+    frugal,
     pipeline_sizes,
     shapes,
     tensor_sizes,
@@ -272,29 +271,21 @@ def smallest_layout(job: Job, cluster: Cluster) -> Layout | None:
 
     It uses every way to save memory.
     """
-    by_size = sorted(_frugal_layouts(job, cluster), key=lambda layout: (layout.processes, layout.data))
+    by_size = sorted(
+        _layouts_of_whole_nodes(job, cluster), key=lambda layout: (layout.processes, layout.data)
+    )
     return next((x for x in by_size if fits(memory_of(job, x, cluster), cluster)), None)
 
 
-def _frugal_layouts(job: Job, cluster: Cluster) -> Iterator[Layout]:
-    """Yield layouts of whole nodes with every way to save memory and with single samples as microbatches."""
+def _layouts_of_whole_nodes(job: Job, cluster: Cluster) -> Iterator[Layout]:
+    """Yield layouts that save memory, with single samples as microbatches."""
     most = cluster.nvlink_domain or 2 * cluster.per_node
     sizes = [t for t in range(1, most + 1) if can_tensor_parallel(job, t)]
     # More replicas shard the state and the parameters further, and divide the experts.
     axes = itertools.product(sizes, pipeline_sizes(job), context_sizes(job, MAX_SHARDS))
     for t, p, context in axes:
         for data in (d for d in range(1, MAX_SHARDS + 1) if job.global_batch_size % d == 0):
-            layout = Layout(
-                tensor=t,
-                context=context,
-                pipeline=p,
-                data=data,
-                expert=max(e for e, parts in expert_sizes(job, data * context * t) if parts == 1),
-                recompute="full",
-                distributed_optimizer=data * context > 1,
-                sharded_parameters=data * context > 1,
-            )
+            layout = Layout(tensor=t, context=context, pipeline=p, data=data)
             if layout.processes <= cluster.per_node or layout.processes % cluster.per_node == 0:
-                layout = dataclasses.replace(layout, sequence_parallel=can_sequence_parallel(job, layout))
-                yield from offloaded(layout)
-                yield from offloaded(dataclasses.replace(layout, recompute="none"))
+                expert = max(e for e, parts in expert_sizes(job, data * context * t) if parts == 1)
+                yield from frugal(job, dataclasses.replace(layout, expert=expert))

@@ -59,8 +59,20 @@ def divides_experts(layout: Layout, job: Job) -> bool:
 
 
 def pipeline_sizes(job: Job) -> list[int]:
-    """Numbers of stages that leave every stage a layer."""
-    return [p for p in range(1, job.model.num_layers + 1) if Layout(pipeline=p).splits_layers(job)]
+    """Numbers of stages that can divide the layers."""
+    most = max(job.model.num_layers, min(job.model.num_layers + 2, MAX_EQUAL_STAGES))
+    return [p for p in range(1, most + 1) if divides_layers(job, Layout(pipeline=p))]
+
+
+def divides_layers(job: Job, shape: Layout) -> bool:
+    """Return True if stages can have equal numbers of layers or, with one chunk each, equal work."""
+    return shape.splits_layers(job) or can_balance(job, shape)
+
+
+def can_balance(job: Job, shape: Layout) -> bool:
+    """Return True if stages of equal work are tried: only the first and the last may then have no layer."""
+    p = shape.pipeline
+    return shape.chunks == 1 and 1 < p <= min(MAX_EQUAL_STAGES, job.model.num_layers + 2)
 
 
 def can_sequence_parallel(job: Job, layout: Layout) -> bool:
@@ -110,6 +122,20 @@ def offloaded(layout: Layout) -> Iterator[Layout]:
     for state in (False, True)[: 1 + can_offload_optimizer(layout)]:
         for layers in (0, None)[: 1 + can_offload_activations(layout)]:
             yield dataclasses.replace(layout, offload_optimizer=state, offload_layers=layers)
+
+
+def frugal(job: Job, axes: Layout) -> Iterator[Layout]:
+    """Yield a layout of these axis sizes with every way to save memory, with and without recomputation and offload."""
+    shards = axes.replicas > 1
+    layout = dataclasses.replace(
+        axes,
+        balanced=not axes.splits_layers(job),
+        distributed_optimizer=shards,
+        sharded_parameters=shards,
+        sequence_parallel=can_sequence_parallel(job, axes),
+    )
+    for recompute in ("full", "none"):
+        yield from offloaded(dataclasses.replace(layout, recompute=recompute))
 
 
 def context_sizes(job: Job, ranks: int) -> list[int]:
@@ -162,10 +188,10 @@ def schedules(job: Job, shape: Layout) -> list[str | None]:
     if p == 1:
         return [None]
     names: list[str | None] = []
-    if shape.splits_layers(job) and (shape.chunks == 1 or m % p == 0):
-        names.append(None)
     if shape.chunks == 1:
-        return names + ["zb-h1", "zb-h2"] * len(names)
+        return [None, "zb-h1", "zb-h2"] if divides_layers(job, shape) else []
+    if shape.splits_layers(job) and m % p == 0:
+        names.append(None)
     if shape.chunks == 2 and p <= MAX_V_STAGES and job.model.num_layers % (2 * p) == 0:
         names += ["zb-v", "v-half", "v-min", *["dualpipe-v"] * (m >= 2 * p)]
     return names
@@ -173,12 +199,12 @@ def schedules(job: Job, shape: Layout) -> list[str | None]:
 
 def gains_by_division(job: Job, shape: Layout) -> bool:
     """Return True if stages of equal work may be faster: if the layers do not divide, or the output layer is large."""
-    model, p = job.model, shape.pipeline
-    if shape.chunks > 1 or not 1 < p <= MAX_EQUAL_STAGES:
+    if not can_balance(job, shape):
         return False
+    model = job.model
     head = vocabulary_flops(model, job.padded_vocab_size(shape.tensor), job.seq_length)
     layer = layer_flops(model, job.seq_length, has_experts=model.num_experts is not None)
-    return model.num_layers % p > 0 or model.mtp_num_layers > 0 or head > layer / 2
+    return model.num_layers % shape.pipeline > 0 or model.mtp_num_layers > 0 or head > layer / 2
 
 
 def shardings(job: Job, shape: Layout, cluster: Cluster) -> list[dict[str, Any]]:
@@ -220,7 +246,7 @@ def variants(
 
 def with_schedules(shape: Layout, job: Job) -> Iterator[Layout]:
     """Yield a shape with each schedule, with and without stages of equal work and post-validation."""
-    divisions = (False, True) if gains_by_division(job, shape) else (False,)
+    divisions = [False] * shape.splits_layers(job) + [True] * gains_by_division(job, shape)
     for name, balanced in itertools.product(schedules(job, shape), divisions):
         scheduled = dataclasses.replace(shape, pipeline_schedule=name, balanced=balanced)
         if scheduled.splits_backward:  # weight gradients are complete only at the end of a step

@@ -15,6 +15,7 @@ from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import stage_memory
 from megatron.planner.our_program import our_program, simulator_of
 from megatron.planner.schedule_costs import makespan
+from megatron.planner.space import pipeline_sizes, variants
 from megatron.pretrain_gpt import GPT
 from megatron.variants.auto_stages import with_auto_layout
 
@@ -187,6 +188,17 @@ def test_hybrid_sharding_gathers_within_a_node():
     assert eight["parameter gather"].seconds < one["parameter gather"].seconds / 1.2
     assert eight["gradient reduction over instances"].hidden == 0
     assert "gradient reduction over instances" not in one
+
+
+@pytest.mark.parametrize(("layers", "stages"), [(36, 16), (28, 12), (61, 32), (6, 8)])
+def test_a_search_has_stages_that_training_takes(layers: int, stages: int):
+    """Equal numbers of layers do not fill these stages, so all of its layouts have stages of equal work."""
+    common = COMMON.replace("--num-layers 16", f"--num-layers {layers}")
+    config = config_of(f"{common} {LLAMA} {PP} {stages} --pipeline-model-parallel-layout auto")
+    gpt, given = given_run(config, stages)
+    assert stages in pipeline_sizes(gpt)
+    found = list(variants(Layout(pipeline=stages), gpt, cluster(64), ("none",)))
+    assert found and {layout.layers(gpt) for layout in found} == {given.layers(gpt)}
 
 
 def test_a_division_that_is_even_is_the_even_one():

@@ -122,7 +122,7 @@ def test_plans_fit_and_divide():
         layout = plan.layout
         assert layout.processes == 512
         assert fits(plan.memory, machine)
-        assert layout.splits_layers(gpt)
+        assert layout.splits_layers(gpt) or layout.balanced
         assert gpt.global_batch_size % (layout.data * layout.micro_batch_size) == 0
         if layout.chunks > 1 and not layout.v_shaped:
             assert layout.microbatches(gpt) % layout.pipeline == 0
@@ -176,6 +176,16 @@ def test_single_changes_keep_sizes_that_a_search_does_not_try():
     assert others["T4 D16"].chunks == 12
     assert others["P16 D4"].chunks == 6  # 96 layers
     assert "no interleaving" in others and "1F1B or interleaving" not in others
+
+
+def test_single_changes_have_stages_of_equal_work_where_others_are_impossible():
+    """16 stages of 36 layers: with three layers each, nothing is left for the last four."""
+    gpt, machine = job(36, 4096, 32, 64), cluster(64)
+    given = Layout(pipeline=8, data=8, overlap_grad_reduce=True)
+    other = dict(other_choices(make_plan(gpt, given, machine), gpt, machine))["P16 D4"]
+    assert other.balanced and {sum(chunk) for (chunk,) in other.layers(gpt)} == {2, 3}
+    others = dict(other_choices(make_plan(gpt, other, machine), gpt, machine))
+    assert "P8 D8" in others and "stages of equal numbers of layers" not in others
 
 
 @pytest.mark.parametrize(
@@ -355,6 +365,6 @@ def test_a_layer_that_fits_nowhere_is_an_error():
 def test_a_batch_that_no_layout_divides_is_an_error():
     with pytest.raises(
         InputError,
-        match=r"--global-batch-size: no layout divides 7 samples, .* over 64 devices; choose \d+ samples, or",
+        match=r"--global-batch-size: no layout divides 7 samples, .* over 64 devices; choose 4 or 8 samples, or",
     ):
         found(job(25, 5 * 128, 5, 7), cluster(64))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from megatron.commands import plan
@@ -32,6 +34,14 @@ def test_a_given_layout_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "The best: T8 P4 D8, V5, microbatch 1, sequence parallel" in out and "256 " in out
     assert "--num-layers-per-virtual-pipeline-stage 4" in out
+
+
+def test_a_given_layout_may_have_stages_of_equal_work(capsys: pytest.CaptureFixture[str]) -> None:
+    """36 layers on 16 stages, which no equal numbers of layers fill."""
+    plan.main(["--model", "gpt-oss-120b", "--gpu", "h100", "--layout", "P16D4"])
+    out = capsys.readouterr().out
+    assert re.search(r"The best: T1 P16 D4,.* stages of equal work", out)
+    assert "--pipeline-model-parallel-layout auto" in out
 
 
 @pytest.mark.parametrize(
