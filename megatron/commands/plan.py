@@ -94,7 +94,7 @@ def plan_best(config: PlanConfig, args: dict[str, Any]) -> None:
         cluster = cluster_for_days(config, job)
     else:
         cluster = make_cluster(config)
-    check_precision(job.fp8_format, cluster.device)
+    check_precision(job, cluster.device)
     among = None if config.layout is None else [parse_shape(config.layout, job, cluster)]
     with tqdm(desc="layouts", unit="", leave=False, disable=not sys.stderr.isatty()) as bar:
         result = search(
@@ -147,7 +147,7 @@ def cluster_for_days(config: PlanConfig, job: Job) -> Cluster:
     def sized(gpus: int) -> Cluster:
         return make_cluster(dataclasses.replace(config, gpus=gpus, days=None))
 
-    check_precision(job.fp8_format, sized(1).device)
+    check_precision(job, sized(1).device)
     cluster, _ = fewest_gpus(job, config.tokens, config.days * 86400, sized)
     print(
         f"the fewest GPUs that train on {config.tokens / 1e9:,.6g} billion tokens in {config.days:g} days: "
@@ -247,7 +247,7 @@ def plan_given(config: PlanConfig, args: dict[str, Any], command: list[str]) -> 
     run = parse_run_config([*flags, "--world-size", str(cluster.devices)], description="", defaults=DEFAULTS)
     job, layout = given_run(run, cluster.devices)
     cluster = run_on(run, layout, cluster)
-    check_precision(job.fp8_format, cluster.device)
+    check_precision(job, cluster.device)
     plan = make_plan(job, layout, cluster)
     print(f"given layout: {heading(job, cluster)}\n{plan.layout}")
     print(

@@ -10,7 +10,7 @@ from megatron.cli import make_config
 from megatron.errors import InputError
 from megatron.flags import Config, field_types, flag
 from megatron.model.config import ModelConfig
-from megatron.performance.config import FP8_FORMATS, check_fp8_model
+from megatron.performance.config import FP8_FORMATS, check_fp8_model, check_grouped_products
 from megatron.planner.cluster import Cluster, Device, cluster_from_data_sheet
 from megatron.planner.description import read_cluster
 from megatron.planner.device_specs import data_sheet
@@ -191,13 +191,15 @@ def make_cluster(config: PlanConfig) -> Cluster:
     return with_constants(cluster_from_data_sheet(sheet, gpus, where=where), find_constants(sheet.name))
 
 
-def check_precision(fp8_format: str | None, device: Device) -> None:
-    """Check that the device's speed is known in the formats of a run.
+def check_precision(job: Job, device: Device) -> None:
+    """Check that the device's speed is known in the formats of a run, and that its products take the experts' sizes.
 
     Raises:
-        InputError: it is not.
+        InputError: it is not, or they do not.
     """
-    if fp8_format is not None and (device.fp8 is None or device.precision != "bf16"):
+    if job.model.moe_grouped_gemm:
+        check_grouped_products(job.model, device.precision, ranks=1)
+    if job.fp8_format is not None and (device.fp8 is None or device.precision != "bf16"):
         raise InputError(
             f"--fp8-format: {device.name} in {device.precision} has no peak of FP8 products; choose another --gpu, or "
             "give device.fp8 in the file of --cluster (docs/scaling.md)"

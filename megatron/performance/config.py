@@ -13,6 +13,9 @@ from megatron.parallel.schedules import SPLIT
 from megatron.reports.config import TimingConfig
 from megatron.training.config import PluginConfig, RunConfig
 
+# A multiple of 16 bytes, which rows of grouped products take, in elements of 16 bits.
+GROUPED_MULTIPLE = 8
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PerformanceConfig(PluginConfig):
@@ -73,16 +76,19 @@ class PerformanceConfig(PluginConfig):
         if self.async_save and run.checkpoint.save is None:
             raise InputError("--async-save needs --save, the folder to write checkpoints to")
         if run.model.moe_grouped_gemm:
-            _check_grouped_products(run)
+            check_grouped_products(run.model, run.training.precision, run.parallel.expert_tp)
 
 
-def _check_grouped_products(run: RunConfig) -> None:
-    """Check that the rows of the experts' matrices take a multiple of 16 bytes, as torch's grouped products need."""
-    precision, ranks = run.training.precision, run.parallel.expert_tp
-    multiple = 4 if precision == "fp32" else 8
+def check_grouped_products(model: ModelConfig, precision: str, ranks: int) -> None:
+    """Check that the rows of the matrices of experts, each shared by so many ranks, fit torch's grouped products.
+
+    Raises:
+        InputError: a size is not a multiple of 16 bytes.
+    """
+    multiple = GROUPED_MULTIPLE // 2 if precision == "fp32" else GROUPED_MULTIPLE
     for name, size, parts in (
-        ("--hidden-size", run.model.hidden_size, 1),
-        ("--moe-ffn-hidden-size", run.model.moe_ffn_hidden_size or 0, ranks),
+        ("--hidden-size", model.hidden_size, 1),
+        ("--moe-ffn-hidden-size", model.moe_ffn_hidden_size or 0, ranks),
     ):
         if size % (multiple * parts):
             each = f" on each of the {parts} ranks that share an expert" if parts > 1 else ""

@@ -19,6 +19,7 @@ from megatron.planner.space import (
     can_offload_activations,
     can_offload_optimizer,
     can_post_validate,
+    can_route,
     can_sequence_parallel,
     can_shard_parameters,
     can_tensor_parallel,
@@ -144,6 +145,7 @@ def _divides(layout: Layout, job: Job, cluster: Cluster) -> bool:
         and (layout.division is not None or divides_layers(job, dataclasses.replace(layout, chunks=1)))
         and can_tensor_parallel(job, layout.tensor)
         and job.seq_length % halves == 0
+        and can_route(job, layout)
         and divides_experts(layout, job)
         and job.global_batch_size % (layout.data * layout.micro_batch_size) == 0
     )

@@ -19,6 +19,7 @@ from megatron.planner.simulate import Step
 from megatron.planner.space import (
     can_offload_activations,
     can_offload_optimizer,
+    can_route,
     can_tensor_parallel,
     context_sizes,
     count_variants,
@@ -286,6 +287,7 @@ def _layouts_of_whole_nodes(job: Job, cluster: Cluster) -> Iterator[Layout]:
     for t, p, context in axes:
         for data in (d for d in range(1, MAX_SHARDS + 1) if job.global_batch_size % d == 0):
             layout = Layout(tensor=t, context=context, pipeline=p, data=data)
-            if layout.processes <= cluster.per_node or layout.processes % cluster.per_node == 0:
+            fills = layout.processes <= cluster.per_node or layout.processes % cluster.per_node == 0
+            if fills and can_route(job, layout):
                 expert = max(e for e, parts in expert_sizes(job, data * context * t) if parts == 1)
                 yield from frugal(job, dataclasses.replace(layout, expert=expert))

@@ -11,7 +11,14 @@ from megatron.planner.cluster import Cluster
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import fits, usable_memory
 from megatron.planner.our_program import memory_of
-from megatron.planner.space import can_tensor_parallel, divides_experts, offloaded, schedules, variants
+from megatron.planner.space import (
+    can_route,
+    can_tensor_parallel,
+    divides_experts,
+    offloaded,
+    schedules,
+    variants,
+)
 
 # Letters of the axes, chunks per stage and microbatch size, with the fields of `Layout`. Case does not matter.
 LETTERS = {
@@ -72,6 +79,12 @@ def parse_shape(text: str, job: Job, cluster: Cluster) -> Layout:
         (
             shape.context > 1 and job.seq_length % (2 * shape.context) > 0,
             f"--seq-length {job.seq_length} is not a multiple of 2 x {shape.context}",
+        ),
+        (
+            not can_route(job, shape),
+            f"--seq-length {job.seq_length}"
+            + (f" over C{shape.context}" if shape.context > 1 else "")
+            + f" is not a multiple of T{shape.tensor}, whose ranks route equal numbers of tokens to experts",
         ),
         (
             job.global_batch_size % (shape.data * shape.micro_batch_size) > 0,

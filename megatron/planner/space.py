@@ -7,8 +7,9 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+from megatron.model.config import ModelConfig
 from megatron.model.flops import layer_flops, vocabulary_flops
-from megatron.performance.config import FP8_MULTIPLE, fp8_sizes
+from megatron.performance.config import FP8_MULTIPLE, GROUPED_MULTIPLE, fp8_sizes
 from megatron.planner.cluster import Cluster
 from megatron.planner.layout import Job, Layout
 
@@ -28,18 +29,23 @@ def tensor_sizes(job: Job, cluster: Cluster) -> list[int]:
     A size beyond one node is included to show its cost: the links between nodes are too slow for communication in every
     layer (2104.04473 section 5.4.1).
     """
-    sizes = range(1, min(cluster.nvlink_domain or 2 * cluster.per_node, cluster.devices) + 1)
-    return [t for t in sizes if cluster.devices % t == 0 and can_tensor_parallel(job, t)]
+    most = min(cluster.nvlink_domain or 2 * cluster.per_node, cluster.devices)
+    sizes = [t for t in range(1, most + 1) if cluster.devices % t == 0 and can_tensor_parallel(job, t)]
+    return [t for t in sizes if can_route(job, Layout(tensor=t))]
 
 
 def can_tensor_parallel(job: Job, tensor: int) -> bool:
     """Return True if so many ranks can share every layer."""
     model, shared = job.model, job.model.moe_shared_expert_intermediate_size or 0
-    routes = model.num_experts is None or job.seq_length % tensor == 0
-    if not (model.can_split(tensor) and shared % tensor == 0 and routes):
+    if not (model.can_split(tensor) and shared % tensor == 0):
         return False
     in_fp8 = job.fp8_format is not None and model.num_experts is None
     return not in_fp8 or all(size % FP8_MULTIPLE == 0 for size in fp8_sizes(model, tensor).values())
+
+
+def can_route(job: Job, layout: Layout) -> bool:
+    """Return True if tensor-parallel ranks can route equal parts of a rank's tokens to experts."""
+    return job.model.num_experts is None or job.seq_length // layout.context % layout.tensor == 0
 
 
 def expert_sizes(job: Job, ranks: int) -> list[tuple[int, int]]:
@@ -48,8 +54,15 @@ def expert_sizes(job: Job, ranks: int) -> list[tuple[int, int]]:
     if model.num_experts is None or model.moe_ffn_hidden_size is None:
         return [(1, 1)]
     sizes = [e for e in range(1, model.num_experts + 1) if model.num_experts % e == 0]
-    parts = [t for t in EXPERT_TENSOR_SIZES if model.moe_ffn_hidden_size % t == 0]
+    parts = [t for t in EXPERT_TENSOR_SIZES if can_share_experts(model, t)]
     return [(e, t) for e in sizes for t in parts if ranks % (e * t) == 0]
+
+
+def can_share_experts(model: ModelConfig, ranks: int) -> bool:
+    """Return True if so many ranks can share each expert."""
+    multiple = ranks * (GROUPED_MULTIPLE if model.moe_grouped_gemm else 1)
+    biases = model.add_expert_bias * model.hidden_size
+    return ranks == 1 or ((model.moe_ffn_hidden_size or 0) % multiple == 0 and biases % ranks == 0)
 
 
 def divides_experts(layout: Layout, job: Job) -> bool:
@@ -155,6 +168,8 @@ def shapes(job: Job, cluster: Cluster) -> Iterator[Layout]:
             continue
         for context, b in itertools.product(context_sizes(job, ranks), MICRO_BATCH_SIZES):
             data = ranks // context
+            if not can_route(job, Layout(tensor=t, context=context)):
+                continue
             # Half the context-parallel ranks with half the microbatch have as many tokens and communicate less.
             if job.global_batch_size % (data * b) or (context > 1 and b > 1):
                 continue

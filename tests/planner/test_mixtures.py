@@ -13,10 +13,13 @@ from planner.test_memory import ONE_DEVICE
 from published import cluster
 
 from megatron.commands.plan_inputs import PlanConfig, make_job
+from megatron.model.config import check_expert_parallel
 from megatron.model.moe import experts
 from megatron.ops.cpu import linear
+from megatron.parallel.config import ParallelConfig
 from megatron.parallel.mesh import axis_sizes
 from megatron.parallel.recompute import NO_RECOMPUTE
+from megatron.performance.config import check_grouped_products
 from megatron.planner import kernels
 from megatron.planner.activations import layer_activations
 from megatron.planner.dry_run import DryRun
@@ -29,7 +32,7 @@ from megatron.planner.programs import OURS
 from megatron.planner.routing import Routing, busiest, mean_tiles
 from megatron.planner.search import search
 from megatron.planner.simulate import Simulator
-from megatron.planner.space import expert_sizes
+from megatron.planner.space import expert_sizes, shapes
 from megatron.pretrain_gpt import GPT
 from megatron.reports.flops import exact_flops_per_sample, unused_parameters
 
@@ -326,6 +329,31 @@ def test_the_search_divides_experts() -> None:
         assert config.parallel.expert_size == plan.layout.expert * plan.layout.expert_tensor
     others = list(other_choices(result.plans[0], job, cluster(4)))
     assert {other.expert for _, other in others} != {result.plans[0].layout.expert}
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},  # T8 routes equal parts of 8,200 tokens, but not of the 4,100 of a context-parallel rank
+        {"moe_ffn_hidden_size": 80},  # T4 shares these, but not in rows of 8 elements
+        {"hidden_size": 260, "add_expert_bias": True, "moe_grouped_gemm": False},
+    ],
+)
+def test_the_search_has_the_divisions_of_experts_that_training_takes(sizes: dict[str, int]) -> None:
+    fields = {"num_attention_heads": 8, "num_query_groups": 8, "max_position_embeddings": 8200} | sizes
+    model = dataclasses.replace(job_of("mixtral").model, **fields)
+    found = list(shapes(Job(model, 8200, vocab_size=512, global_batch_size=16), cluster(16)))
+    for shape in found:
+        parallel = ParallelConfig(
+            tensor_model_parallel_size=shape.tensor,
+            context_parallel_size=shape.context,
+            expert_model_parallel_size=shape.expert,
+            expert_tensor_parallel_size=shape.expert_tensor,
+        )
+        check_expert_parallel(model, parallel, 8200)
+        if model.moe_grouped_gemm:
+            check_grouped_products(model, "bf16", shape.expert_tensor)
+    assert {1, 2} <= {shape.context for shape in found} and {1, 2, 8} <= {shape.tensor for shape in found}
 
 
 @pytest.mark.slow

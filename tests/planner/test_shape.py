@@ -61,3 +61,15 @@ def test_what_cannot_be_is_one_line(words: str, message: str) -> None:
     with pytest.raises(InputError, match=message) as error:
         plan.main([*LLAMA, "--layout", *words.split()])
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("T4D4 --seq-length 4098", "--seq-length 4098 is not a multiple of T4, whose ranks route"),
+        ("T8C2D1 --seq-length 8200", "--seq-length 8200 over C2 is not a multiple of T8, whose ranks route"),
+    ],
+)
+def test_ranks_that_cannot_route_equal_parts_are_named(words: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        plan.main(["--model", "mixtral-8x7b", "--gpu", "h100", "--layout", *words.split()])
