@@ -33,6 +33,7 @@ from megatron.planner.cluster import DATA_SHEET_EFFICIENCY, Efficiency, cluster_
 from megatron.planner.device_specs import data_sheet
 from megatron.planner.layout import Job, Layout
 from megatron.planner.models import A100_MODELS, V100_MODELS, VOCAB_SIZE, Published
+from megatron.planner.profiles import expected_error
 from megatron.planner.programs import NVIDIA_2019, NVIDIA_2021, Program
 from megatron.planner.simulate import Simulator
 
@@ -108,7 +109,7 @@ def compare(rows: Sequence[Row | str]) -> float:
             continue
         error = seconds / row.seconds - 1
         groups.setdefault(row.group, []).append((row.fitted, error))
-        band = row.profile.constants.band(mixture=row.job.model.num_experts is not None)
+        band = expected_error(row.cluster.device.name, mixture=row.job.model.num_experts is not None)
         print(
             f"{row.name}: {row.seconds:.3g} s, predicted {seconds:.3g} s +- {band:.0%}, error {error:+.1%}"
             f"{' (fitted)' * row.fitted}{verdict} | {row.group}{'' if row.exact else ', inexact'} | {layout}"

@@ -35,7 +35,7 @@ from megatron.planner.layout import Job
 from megatron.planner.our_program import simulator_of
 from megatron.planner.picture import write_picture
 from megatron.planner.presets import find_preset
-from megatron.planner.profiles import find_constants, generation, known_generation
+from megatron.planner.profiles import ERRORS, expected_error, find_constants, generation, known_generation
 from megatron.planner.questions import fewest_gpus, longest_of_all
 from megatron.planner.report import (
     command,
@@ -200,13 +200,15 @@ def error_band(gpu: str, *, mixture: bool) -> str:
             "the error of the step's time is not known: no runs on this GPU are published, and its constants are those "
             f"of {generation(gpu)} (docs/scaling.md)"
         )
-    band = f"the step's time is +-{constants.band(mixture=mixture):.0%}: "
+    band = f"the step's time is +-{expected_error(gpu, mixture=mixture):.0%}: "
     if not constants.fitted:
         return f"{band}a guess, since speeds of {of_gpu} are those of public tests of single operations"
-    models, newer = ("mixtures", " or, without any, newer ones") if mixture else ("dense models", "")
+    runs = f"mixtures on GPUs of newer generations than {of_gpu}"
+    if not mixture or ERRORS[of_gpu][True] is not None:
+        runs = f"{'mixtures' if mixture else 'dense models'} on GPUs of the generation of {of_gpu}"
     return (
-        f"{band}the mean error over published runs of {models} on GPUs of the generation of {of_gpu}{newer}, without "
-        "those that constants are fitted to (docs/scaling.md)"
+        f"{band}the mean error over published runs of {runs}, without those that constants are fitted to "
+        "(docs/scaling.md)"
     )
 
 

@@ -30,6 +30,18 @@ GENERATIONS = {
     "B300": ("b300", "gb300"),
     "MI300X": ("mi300x",),
 }
+# Mean absolute errors of the time of a step over the published runs of a generation that no constants are fitted to, in
+# all programs: of dense models and of mixtures of experts. Those of MI300X are a guess.
+ERRORS: dict[str, tuple[float, float | None]] = {
+    "V100": (0.114, None),
+    "A100": (0.049, None),
+    "H100": (0.043, 0.102),
+    "B200": (0.058, 0.111),
+    "B300": (0.041, 0.080),
+    "MI300X": (0.25, 0.4),
+}
+# That over all mixtures: on generations after A100.
+MIXTURE_ERROR = 0.095
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,17 +50,10 @@ class Constants:
 
     Attributes:
         fitted: names of the published runs that the constants are fitted to; none for tests of single operations.
-        errors: mean absolute error of the time of a step over published runs that they are not fitted to, of dense
-            models and of mixtures of experts; for a generation without mixtures, over those of the others.
     """
 
     efficiency: Efficiency
     fitted: tuple[str, ...]
-    errors: tuple[float, float]
-
-    def band(self, *, mixture: bool) -> float:
-        """Relative error to expect of the time of a step."""
-        return self.errors[mixture]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,50 +82,44 @@ START = Efficiency(
 # programs' constants are fitted to are in FP8 alone.
 BLACKWELL = dataclasses.replace(START, fp8=0.865)
 BLOOM_NETWORK = 0.224  # share of the peak of its adapters
-_A100 = Constants(DATA_SHEET_EFFICIENCY, ("1.7b", "18.4b", "1t"), errors=(0.1, 0.25))
+_A100 = Constants(DATA_SHEET_EFFICIENCY, ("1.7b", "18.4b", "1t"))
 
 
-def _fit(
-    start: Efficiency, fitted: tuple[str, ...], errors: tuple[float, float], **values: float
-) -> Constants:
+def _fit(start: Efficiency, fitted: tuple[str, ...], **values: float) -> Constants:
     """Constants with values that `benchmarks/planner.py --fit` prints. `stream` equals `memory`."""
     if "memory" in values:
         values["stream"] = values["memory"]
-    return Constants(dataclasses.replace(start, **values), fitted, errors)
+    return Constants(dataclasses.replace(start, **values), fitted)
 
 
 _H100 = _fit(
     START,
     ("280", "288", "352"),
-    errors=(0.05, 0.12),
     matmul=0.725,
     memory=0.704,
     link=0.7,
     fp8=1.013,
     expert=0.897,
 )
-_B200 = _fit(BLACKWELL, ("36", "25"), errors=(0.09, 0.11), matmul=0.651, link=0.720)
-_B300 = _fit(BLACKWELL, ("121", "194", "39", "24"), errors=(0.07, 0.08), matmul=0.828, link=0.907)
+_B200 = _fit(BLACKWELL, ("36", "25"), matmul=0.651, link=0.720)
+_B300 = _fit(BLACKWELL, ("121", "194", "39", "24"), matmul=0.828, link=0.907)
 # DeepEP reaches 153 GB/s of 160 within a node, and 43 to 58 GB/s over an adapter of 50 (its README): 0.9, where
 # all-to-alls reach 0.7.
-_DEEPEP_H100 = Constants(
-    dataclasses.replace(_H100.efficiency, all_to_all=0.9 / START.network), fitted=(), errors=(0.06, 0.12)
-)
+_DEEPEP_H100 = Constants(dataclasses.replace(_H100.efficiency, all_to_all=0.9 / START.network), fitted=())
 _FLASH_2 = dataclasses.replace(START, attention=0.35)
 # PyTorch's ring attention, by the difference between 32,768 tokens and 131,072 over four times as many ranks
 # (torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, table 6).
 _TORCH_RING = dataclasses.replace(_FLASH_2, context=0.6)
 # No training run on MI300X is among the published ones, so these are shares that public tests of single operations
-# reach, and the errors are a guess. Products of large matrices: 620 of 1,307 TFLOP/s in bf16 and 990 of 2,615 in FP8
-# (SemiAnalysis, "MI300X vs H100 vs H200 Benchmark Part 1: Training", December 2024; 45% of the peak in all formats in
-# 2510.27583). Memory: BabelStream reaches 81% (2510.27583) where it reaches 90% on an H100, whose fit has 0.704.
-# Links: RCCL's all-reduce over 8 GPUs reaches about 304 of 448 GB/s. Attention: FlashAttention 2's share on an H100.
+# reach. Products of large matrices: 620 of 1,307 TFLOP/s in bf16 and 990 of 2,615 in FP8 (SemiAnalysis, "MI300X vs H100
+# vs H200 Benchmark Part 1: Training", December 2024; 45% of the peak in all formats in 2510.27583). Memory: BabelStream
+# reaches 81% (2510.27583) where it reaches 90% on an H100, whose fit has 0.704. Links: RCCL's all-reduce over 8 GPUs
+# reaches about 304 of 448 GB/s. Attention: FlashAttention 2's share on an H100.
 _MI300X = Constants(
     dataclasses.replace(
         _FLASH_2, matmul=0.474, memory=0.63, stream=0.63, link=0.68, network=0.7, fp8=0.8, expert=0.897
     ),
     fitted=(),
-    errors=(0.25, 0.4),
 )
 
 
@@ -143,7 +142,6 @@ CONSTANTS = {
             "jz-1b3-v100-32-T1P4D2b8",
             "jz-52b-v100",
         ),
-        errors=(0.11, 0.25),
         matmul=0.636,
         memory=0.971,
         link=0.593,
@@ -155,39 +153,32 @@ CONSTANTS = {
     ("megatron-deepspeed-fp16", "A100"): _fit(
         dataclasses.replace(DATA_SHEET_EFFICIENCY, send=DATA_SHEET_EFFICIENCY.network / BLOOM_NETWORK),
         ("bloom-0225-L72h14336a64-T4P12D8b2g2048",),
-        errors=(0.04, 0.25),
         network=BLOOM_NETWORK,
     ),
     ("llm-foundry", "A100"): _fit(
         _in_triton(START),
         ("mpt-7b-a100-40gb-128-s2048-b18",),
-        errors=(0.05, 0.25),
         matmul=0.765,
         memory=0.701,
     ),
     ("llm-foundry", "H100"): _fit(
         _in_triton(_FLASH_2),
         ("mpt-7b-h100-80gb-8-s2048-b6",),
-        errors=(0.05, 0.25),
         matmul=0.622,
         memory=0.674,
     ),
     ("torchtitan", "A100"): Constants(
-        dataclasses.replace(START, matmul=0.765, memory=0.701, stream=0.701), fitted=(), errors=(0.11, 0.25)
+        dataclasses.replace(START, matmul=0.765, memory=0.701, stream=0.701), fitted=()
     ),
-    ("torchtitan", "H100"): _fit(
-        _TORCH_RING, ("titan-8b-128",), errors=(0.09, 0.25), matmul=0.540, memory=0.650
-    ),
+    ("torchtitan", "H100"): _fit(_TORCH_RING, ("titan-8b-128",), matmul=0.540, memory=0.650),
     ("megatron-core", "H100"): _H100,
     ("automodel", "H100"): _DEEPEP_H100,
     ("megatron-core", "B200"): _B200,
     ("megatron-core", "B300"): _B300,
     ("megatron-core", "MI300X"): _MI300X,
-    ("nemo-2025", "B200"): _fit(
-        START, ("378", "368"), errors=(0.05, 0.2), matmul=0.564, link=0.677, fp8=0.865
-    ),
-    ("gpt-oss-2025", "B200"): _fit(_B200.efficiency, ("128",), errors=(0.1, 0.17), expert=0.367),
-    ("gpt-oss-2025", "B300"): _fit(_B300.efficiency, ("171",), errors=(0.1, 0.1), expert=0.390),
+    ("nemo-2025", "B200"): _fit(START, ("378", "368"), matmul=0.564, link=0.677, fp8=0.865),
+    ("gpt-oss-2025", "B200"): _fit(_B200.efficiency, ("128",), expert=0.367),
+    ("gpt-oss-2025", "B300"): _fit(_B300.efficiency, ("171",), expert=0.390),
 }
 # A program without rows on a generation takes the constants of this one; by default Megatron-Core's, or on A100 those
 # of Megatron-LM in 2021.
@@ -223,13 +214,29 @@ PROGRAMS = {
 
 
 def known_generation(gpu: str) -> str | None:
-    """Generation of a GPU by the planner's name; None if no training or operations on it are published."""
-    return next((name for name, starts in GENERATIONS.items() if gpu.startswith(starts)), None)
+    """Generation of a GPU by the planner's name; None if no training or operations on it are published.
+
+    Cards for PCI Express and the H20 have the constants of a generation whose published runs are on other GPUs.
+    """
+    return None if gpu.endswith(("-pcie", "-nvl")) or gpu.startswith("h20-") else _named_generation(gpu)
 
 
 def generation(gpu: str) -> str:
     """Generation whose constants a GPU has, by default A100's."""
-    return known_generation(gpu) or "A100"
+    return _named_generation(gpu) or "A100"
+
+
+def _named_generation(gpu: str) -> str | None:
+    return next((name for name, starts in GENERATIONS.items() if gpu.startswith(starts)), None)
+
+
+def expected_error(gpu: str, *, mixture: bool) -> float:
+    """Relative error to expect of the time of a step on a GPU of a generation with published runs.
+
+    On a generation without mixtures it is that over the mixtures of newer ones.
+    """
+    dense, mixtures = ERRORS[generation(gpu)]
+    return (MIXTURE_ERROR if mixtures is None else mixtures) if mixture else dense
 
 
 def find_profile(program: str, gpu: str) -> Profile:

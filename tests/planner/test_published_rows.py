@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +15,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.errors import InputError
 from megatron.model.config import ModelConfig
 from megatron.planner.cluster import NETWORK_LATENCY, Link, cluster_from_data_sheet
 from megatron.planner.device_specs import data_sheet
 from megatron.planner.layout import Job, Layout
 from megatron.planner.profiles import (
     CONSTANTS,
+    ERRORS,
+    MIXTURE_ERROR,
     START,
     find_constants,
     find_profile,
@@ -30,7 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from predict_row import predict  # noqa: E402
-from published_rows import fp8_format, read_rows  # noqa: E402
+from published_rows import Row, fp8_format, read_rows  # noqa: E402
 
 sys.path.pop(0)  # the module `planner` there would hide the folder of these tests
 
@@ -124,6 +130,23 @@ def test_errors_over_other_rows_of_the_same_documents_do_not_grow(command: Calla
     assert float(means["dense"]) < 4.75 and float(means["mixtures"]) < 9.65
     verdicts = re.search(r"memory verdicts ([\d.]+)% right", out)
     assert verdicts and float(verdicts[1]) > 96.8
+
+
+@needs_rows
+@pytest.mark.slow
+def test_errors_to_expect_are_those_of_the_published_runs() -> None:
+    found: dict[tuple[str, bool], list[float]] = {}
+    for row in itertools.chain(*map(read_rows, FILES)):
+        if isinstance(row, Row) and row.seconds is not None and not row.fitted:
+            key = generation(row.cluster.device.name), row.job.model.num_experts is not None
+            with contextlib.suppress(InputError):  # not expressed
+                found.setdefault(key, []).append(abs(predict(row)[1] / row.seconds - 1))
+    means = {key: statistics.mean(errors) for key, errors in found.items()}
+    table = {(kind, mixture): error for kind, pair in ERRORS.items() for mixture, error in enumerate(pair)}
+    table = {key: error for key, error in table.items() if error is not None and key[0] != "MI300X"}
+    assert means == pytest.approx(table, abs=0.001)
+    mixtures = [error for (_, mixture), errors in found.items() if mixture for error in errors]
+    assert statistics.mean(mixtures) == pytest.approx(MIXTURE_ERROR, abs=0.001)
 
 
 def ranks(values: list[float]) -> list[int]:

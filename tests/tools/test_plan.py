@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.arguments import parse_run_config
+from megatron.commands.plan import error_band
 from megatron.errors import InputError
 from megatron.planner.budget import two_digits
 from megatron.planner.config import DryRunConfig
@@ -130,11 +131,18 @@ def test_a_plan_with_fp8(plan):
             "the error of the step's time is not known: no runs on this GPU are published, .* those of A100",
         ),
         ("l40s", "the error of the step's time is not known: "),
+        ("h100-pcie", "the error of the step's time is not known: .* those of H100"),
+        ("h20", "the error of the step's time is not known: .* those of H100"),
     ],
 )
 def test_an_error_is_claimed_only_of_gpus_with_published_runs(plan, gpu: str, error: str):
     out = plan(f"{SMALL} --gpus 1 --gpu {gpu} --layout b4")
     assert re.search(rf"^  note    {error}", out, re.MULTILINE)
+
+
+def test_mixtures_on_old_gpus_have_the_error_of_newer_ones():
+    assert "of mixtures on GPUs of newer generations than A100, without" in error_band("a100", mixture=True)
+    assert "of mixtures on GPUs of the generation of H100, without" in error_band("h100-80gb", mixture=True)
 
 
 def test_layouts_in_fp8_are_those_that_training_takes(plan):
