@@ -7,6 +7,7 @@ import functools
 import itertools
 import shlex
 
+from megatron.model.config import ModelConfig
 from megatron.parallel.schedules import Backward, BackwardInput, Compute, Forward, Schedule, part_of
 from megatron.planner.job import Job
 from megatron.variants.auto_schedule import best_schedule, part_flops
@@ -102,14 +103,14 @@ def distinct_stages(job: Job, parts: Parts) -> tuple[int, ...]:
 @functools.lru_cache(maxsize=4096)
 def equal_work(job: Job, parts: Parts, tensor: int, recompute: bool) -> Parts:
     """Parts whose stages have equal work, as --pipeline-model-parallel-layout auto divides the layers."""
+    return _equal_work(job.model, job.seq_length, job.padded_vocab_size(tensor), parts, recompute)
+
+
+# Jobs that differ in their batch only have one division and one automatic schedule.
+@functools.lru_cache(maxsize=4096)
+def _equal_work(model: ModelConfig, length: int, vocab_size: int, parts: Parts, recompute: bool) -> Parts:
     sizes = stage_sizes(
-        job.model,
-        job.seq_length,
-        job.padded_vocab_size(tensor),
-        parts.stages,
-        parts.chunks,
-        v_shaped=parts.v_shaped,
-        recompute=recompute,
+        model, length, vocab_size, parts.stages, parts.chunks, v_shaped=parts.v_shaped, recompute=recompute
     )
     return dataclasses.replace(parts, sizes=tuple(sizes))
 
@@ -117,14 +118,22 @@ def equal_work(job: Job, parts: Parts, tensor: int, recompute: bool) -> Parts:
 @functools.lru_cache(maxsize=256)
 def automatic(job: Job, parts: Parts, tensor: int, recompute: bool, in_flight: int | None) -> Schedule:
     """The schedule auto of a run: the best list for the counted operations of its stages."""
-    sizes = parts.sizes or nearly_even(job, parts)
-    ends = list(itertools.accumulate(sizes, initial=0))
+    whole = dataclasses.replace(parts, sizes=parts.sizes or nearly_even(job, parts))
+    return _automatic(job.model, job.seq_length, job.padded_vocab_size(tensor), whole, recompute, in_flight)
+
+
+@functools.lru_cache(maxsize=256)
+def _automatic(
+    model: ModelConfig, length: int, vocab_size: int, parts: Parts, recompute: bool, in_flight: int | None
+) -> Schedule:
+    assert parts.sizes is not None
+    ends = list(itertools.accumulate(parts.sizes, initial=0))
     costs = [
         part_flops(
-            job.model,
+            model,
             range(begin, end),
-            job.seq_length,
-            job.padded_vocab_size(tensor) if part == parts.number - 1 else None,
+            length,
+            vocab_size if part == parts.number - 1 else None,
             recompute=recompute,
         )
         for part, (begin, end) in enumerate(itertools.pairwise(ends))
