@@ -322,9 +322,9 @@ def cluster_from_data_sheet(sheet: DataSheet, devices: int, *, where: str = "--g
         where: flag that gives their number, for errors.
 
     Raises:
-        InputError: there is no standard node for more than 8 of them, or the GPUs do not fill whole nodes.
+        InputError: there is no standard node for so many of them, or the GPUs do not fill whole nodes.
     """
-    per_node, network = sheet.node or (8, None)
+    per_node, network = sheet.node or (sheet.joined, None)
     domain = None
     if devices > per_node:
         if network is None:

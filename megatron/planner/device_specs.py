@@ -29,6 +29,7 @@ class DataSheet:
         node: GPUs of a standard node of this kind, and GB/s in each direction of all its network adapters; None if
             there is no such node.
         rack: GPUs that NVLink joins across the nodes of a rack; None if it joins those of a node.
+        joined: GPUs of a node of a kind that has no standard one.
     """
 
     name: str
@@ -43,13 +44,15 @@ class DataSheet:
     link: float
     node: tuple[int, float] | None = None
     rack: int | None = None
+    joined: int = 8
 
 
 # The first matching pattern counts. Nodes are DGX-2H (1909.08053 section 5), DGX A100 (2104.04473 section 5.1),
 # DGX-1, DGX H100, H200, B200 and B300 by their data sheets; B300 by that of HGX B300, GB200 and
 # GB300 by those of the NVL72, whose nodes (compute trays) have 4 GPUs with a network adapter each. GB200 has the
-# multiprocessors that CUDA reports, by public tests of kernels. MI300X: data sheet, nodes of 8 with 8 adapters of 400
-# Gb/s; its Infinity Fabric joins each pair by 128 GB/s. Its memory is rocm-smi's.
+# multiprocessors that CUDA reports, by public tests of kernels. GH200: the two that NVLink joins in a GH200 NVL2. MI300X:
+# data sheet, nodes of 8 with 8 adapters of 400 Gb/s; its Infinity Fabric joins each pair by 128 GB/s. Its memory is
+# rocm-smi's.
 DATA_SHEETS = tuple(
     DataSheet(*row)
     for row in (
@@ -60,7 +63,7 @@ DATA_SHEETS = tuple(
         ("h200-nvl", r"H200 NVL", 132, 835, 835, 1671, 60, 143771, 4800, 128),
         ("h100-pcie", r"H[12]00 PCIe", 114, 756, 756, 1513, 51, 81559, 2000, 128),
         ("h100-nvl", r"H100 NVL", 132, 835, 835, 1671, 60, 95830, 3900, 128),
-        ("gh200-96gb", r"GH200( \d+GB.*)?", 132, 989, 989, 1979, 67, 97871, 4000, 900),
+        ("gh200-96gb", r"GH200( \d+GB.*)?", 132, 989, 989, 1979, 67, 97871, 4000, 900, None, None, 2),
         ("h200-141gb", r"H200( \d+GB.*)?", 132, 989, 989, 1979, 67, 143771, 4800, 900, (8, 400)),
         ("h100-80gb", r"H100( \d+GB.*)?", 132, 989, 989, 1979, 67, 81559, 3350, 900, (8, 400)),
         ("h800-80gb", r"H800( \d+GB.*)?", 132, 989, 989, 1979, 67, 81559, 3350, 400),

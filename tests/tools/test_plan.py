@@ -166,6 +166,7 @@ def test_layouts_in_fp8_are_those_that_training_takes(plan):
         (f"{SMALL} --gpus 8 --gpu a101", "--gpu: 'a101' is not a known GPU; known are .*a100-80gb"),
         (f"{SMALL} --gpus 12", "--gpus: 12 a100-80gb do not fill nodes of 8; choose 8 or 16"),
         (f"{SMALL} --gpus 16 --gpu l40s", "--gpu l40s: no standard node has more than 8"),
+        (f"{SMALL} --gpus 4 --gpu gh200", "--gpu gh200-96gb: no standard node has more than 2"),
         (f"{SMALL} --gpus 16 --cluster x.yaml", "--gpus: contradicts --cluster"),
         (f"{SMALL} --gpu t4 --cluster x.yaml", "--gpu: contradicts --cluster"),
         (
