@@ -25,18 +25,19 @@ from typing import Any
 from tqdm import tqdm
 
 from megatron.cli import Parser, add_flags, make_config, run_command
-from megatron.commands.plan_inputs import PlanConfig, check_precision, make_cluster, make_job
+from megatron.commands.plan_inputs import A100_80GB, PlanConfig, check_precision, make_cluster, make_job
 from megatron.errors import InputError
 from megatron.model.config import ModelConfig
 from megatron.planner.budget import Failures, expenses, two_digits
 from megatron.planner.cluster import Cluster
+from megatron.planner.device_specs import data_sheet
 from megatron.planner.explain import other_choices, takeaways, why_not
 from megatron.planner.layout import Job
 from megatron.planner.our_program import simulator_of
 from megatron.planner.picture import write_picture
 from megatron.planner.presets import find_preset
 from megatron.planner.profiles import ERRORS, expected_error, find_constants, generation, known_generation
-from megatron.planner.questions import fewest_gpus, longest_of_all
+from megatron.planner.questions import MAX_GPUS, fewest_gpus, longest_of_all
 from megatron.planner.report import (
     command,
     command_flags,
@@ -148,7 +149,9 @@ def cluster_for_days(config: PlanConfig, job: Job) -> Cluster:
         return make_cluster(dataclasses.replace(config, gpus=gpus, days=None))
 
     check_precision(job, sized(1).device)
-    cluster, _ = fewest_gpus(job, config.tokens, config.days * 86400, sized)
+    sheet = data_sheet(config.gpu or A100_80GB, where="--gpu")
+    most = MAX_GPUS if sheet.node else sheet.joined
+    cluster, _ = fewest_gpus(job, config.tokens, config.days * 86400, sized, most)
     print(
         f"the fewest GPUs that train on {config.tokens / 1e9:,.6g} billion tokens in {config.days:g} days: "
         f"{cluster.devices:,}"

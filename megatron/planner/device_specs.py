@@ -50,9 +50,9 @@ class DataSheet:
 # The first matching pattern counts. Nodes are DGX-2H (1909.08053 section 5), DGX A100 (2104.04473 section 5.1),
 # DGX-1, DGX H100, H200, B200 and B300 by their data sheets; B300 by that of HGX B300, GB200 and
 # GB300 by those of the NVL72, whose nodes (compute trays) have 4 GPUs with a network adapter each. GB200 has the
-# multiprocessors that CUDA reports, by public tests of kernels. GH200: the two that NVLink joins in a GH200 NVL2. MI300X:
-# data sheet, nodes of 8 with 8 adapters of 400 Gb/s; its Infinity Fabric joins each pair by 128 GB/s. Its memory is
-# rocm-smi's.
+# multiprocessors that CUDA reports, by public tests of kernels. GH200: the two that NVLink joins in a GH200 NVL2.
+# MI300X: data sheet, nodes of 8 with 8 adapters of 400 Gb/s; its Infinity Fabric joins each pair by 128 GB/s. Its
+# memory is rocm-smi's.
 DATA_SHEETS = tuple(
     DataSheet(*row)
     for row in (

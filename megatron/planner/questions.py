@@ -128,20 +128,23 @@ def _faster(link: Link) -> Link:
 
 
 def fewest_gpus(
-    job: Job, tokens: float, seconds: float, make_cluster: Callable[[int], Cluster]
+    job: Job, tokens: float, seconds: float, make_cluster: Callable[[int], Cluster], most: int = MAX_GPUS
 ) -> tuple[Cluster, Plan]:
     """The smallest cluster that trains on so many tokens in so many seconds, and its fastest plan.
 
     Sizes are those that a layout and the global batch divide, from the smallest on. A size is skipped only by a lower
     bound of the step's time: of the FLOPs at the devices' peak, or of all its layouts.
 
+    Args:
+        most: GPUs that a cluster can have.
+
     Raises:
-        InputError: no cluster up to a million GPUs does.
+        InputError: no cluster does.
     """
     limit = seconds / (tokens / (job.global_batch_size * job.seq_length))
     least = _least_seconds(job, make_cluster(1))
     for size in cluster_sizes(job):
-        if least > size * limit:
+        if size > most or least > size * limit:
             continue
         try:
             cluster = make_cluster(size)
@@ -150,9 +153,12 @@ def fewest_gpus(
         plan = plan_within(job, cluster, limit)
         if plan is not None:
             return cluster, plan
+    whole, choice = "", "a larger --global-batch-size"
+    if most < MAX_GPUS:
+        whole, choice = ", the most without a file for --cluster,", "another --gpu"
     raise InputError(
-        f"--days: no number of GPUs up to {MAX_GPUS:,} ends a step of {job.global_batch_size} samples within "
-        f"{limit:.2g} s; choose more days, or a larger --global-batch-size"
+        f"--days: no number of GPUs up to {most:,}{whole} ends a step of {job.global_batch_size} samples within "
+        f"{limit:.2g} s; choose more days, or {choice}"
     )
 
 

@@ -206,6 +206,10 @@ def test_layouts_in_fp8_are_those_that_training_takes(plan):
             "--model mixtral-8x7b --gpu h100 --gpus 16 --moe-ffn-hidden-size 14372",
             "--moe-ffn-hidden-size: 14372 is not a multiple of 8, as --moe-grouped-gemm needs in bf16",
         ),
+        (
+            "--model llama3-8b --gpu l40s --tokens 1e12 --days 30",
+            "--days: no number of GPUs up to 8, the most without a file for --cluster, .* or another --gpu",
+        ),
         ("--model 7b", "--model: '7b' may be one of .*llama2-7b, .*mistral-7b, qwen2.5-7b; choose one"),
         ("--model lama3-9b", "--model: 'lama3-9b' is not a known model; close are .*llama3-8b"),
         ("--model llama3-8b", "--gpus or --cluster is required with --model llama3-8b"),
