@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from megatron.errors import InputError
@@ -66,7 +67,27 @@ def parse_shape(text: str, job: Job, cluster: Cluster) -> Layout:
     shape = dataclasses.replace(
         Layout(**sizes), overlap_grad_reduce=sizes["data"] * sizes.get("context", 1) > 1
     )
-    for is_so, why in (
+    if why := next(_faults(shape, job, cluster), None):
+        raise InputError(f"--layout: {text}: {why}")
+    if not schedules(job, shape):
+        raise InputError(
+            f"--layout: {text}: {job.model.num_layers} layers in {shape.microbatches(job)} microbatches do not divide "
+            f"into P{shape.pipeline} x V{shape.chunks}"
+        )
+    ways = (way for layout in variants(shape, job, cluster) for way in offloaded(layout))
+    memories = [memory_of(job, way, cluster) for way in ways]
+    if not any(fits(memory, cluster) for memory in memories):
+        least = min(memories, key=lambda memory: memory.total)
+        raise InputError(
+            f"--layout: {text} does not fit: it needs {least.total / 1e9:.1f} GB of the "
+            f"{usable_memory(cluster) / 1e9:.1f} that are usable, with all that saves memory"
+        )
+    return shape
+
+
+def _faults(shape: Layout, job: Job, cluster: Cluster) -> Iterator[str]:
+    """Reasons why a shape does not divide the cluster or the job."""
+    faults = (
         (
             shape.processes != cluster.devices,
             f"takes {shape.processes} GPUs, and the cluster has {cluster.devices} (--gpus)",
@@ -91,20 +112,6 @@ def parse_shape(text: str, job: Job, cluster: Cluster) -> Layout:
             f"D{shape.data} x b{shape.micro_batch_size} does not divide --global-batch-size {job.global_batch_size}",
         ),
         (not divides_experts(shape, job), f"E{shape.expert} does not divide the experts, or the ranks"),
-    ):
-        if is_so:
-            raise InputError(f"--layout: {text}: {why}")
-    if not schedules(job, shape):
-        raise InputError(
-            f"--layout: {text}: {job.model.num_layers} layers in {shape.microbatches(job)} microbatches do not divide "
-            f"into P{shape.pipeline} x V{shape.chunks}"
-        )
-    ways = (way for layout in variants(shape, job, cluster) for way in offloaded(layout))
-    memories = [memory_of(job, way, cluster) for way in ways]
-    if not any(fits(memory, cluster) for memory in memories):
-        least = min(memories, key=lambda memory: memory.total)
-        raise InputError(
-            f"--layout: {text} does not fit: it needs {least.total / 1e9:.1f} GB of the "
-            f"{usable_memory(cluster) / 1e9:.1f} that are usable, with all that saves memory"
-        )
-    return shape
+        (shape.chunks > 1 and shape.pipeline == 1, f"V{shape.chunks} needs P above 1"),
+    )
+    return (why for is_so, why in faults if is_so)

@@ -53,6 +53,7 @@ def test_a_given_layout_may_have_stages_of_equal_work(capsys: pytest.CaptureFixt
         ("T8P4D8b5", "D8 x b5 does not divide --global-batch-size"),
         ("T8C3D1", "--seq-length 8192 is not a multiple of 2 x 3"),
         ("T8E2D1", "E2 does not divide the experts"),
+        ("D8V4", "V4 needs P above 1"),
         ("T4D1", "does not fit: it needs [0-9.]+ GB of the [0-9.]+ that are usable"),
         ("T8D1 --days 3 --tokens 1e9", "leave out --layout, or --days"),
     ],
