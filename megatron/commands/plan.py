@@ -52,6 +52,7 @@ from megatron.planner.report import (
 from megatron.planner.search import Plan, SearchResult, make_plan, search, with_automatic_schedules
 from megatron.planner.shape import parse_shape
 from megatron.planner.trace import trace_events
+from megatron.planner.unplanned import model_notes, notes, run_on
 from megatron.tool import check_output_file, write_output_file
 
 NUM_PLANS = 10  # shown
@@ -77,6 +78,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         calibrate(Path(config.calibrate))
         return
+    for name in ("checkpoint_seconds", "restart_minutes"):
+        if name in args and config.gpu_hours_between_failures is None:
+            raise InputError(f"--{name.replace('_', '-')} needs --gpu-hours-between-failures")
     check_files(config)
     if given < len(line):
         plan_given(config, args, line[given + 1 :])
@@ -111,7 +115,7 @@ def plan_best(config: PlanConfig, args: dict[str, Any]) -> None:
     )
     print(table(result, job, cluster))
     print(f"\nThe best: {best.layout}\n{details(best, cluster)}")
-    print_notes(config, best, job, cluster)
+    print_notes(config, best, job, cluster, model_notes(job.model))
     if config.longest_seq_length:
         length, layout = longest_of_all(job, cluster)
         print(f"  longest sample that fits the cluster, by memory alone: {length:,} tokens, in {layout}")
@@ -166,8 +170,14 @@ def print_changes(plan: Plan, job: Job, cluster: Cluster) -> None:
         print(f"  {words:<34}{why_not(other, plan, job, cluster)}")
 
 
-def print_notes(config: PlanConfig, plan: Plan, job: Job, cluster: Cluster) -> None:
-    """Print how far to trust a plan, and its days, cost and failures if they are asked for."""
+def print_notes(config: PlanConfig, plan: Plan, job: Job, cluster: Cluster, left_out: Sequence[str]) -> None:
+    """Print how far to trust a plan, and its days, cost and failures if they are asked for.
+
+    Args:
+        left_out: flags that the plan leaves out.
+    """
+    for note in left_out:
+        print(f"  note    {note}")
     if config.cluster is None:
         band = error_band(cluster.device.name, mixture=job.model.num_experts is not None)
         copies = ", and the speed of copies to host memory is assumed" if plan.layout.uses_host else ""
@@ -224,7 +234,6 @@ def plan_given(config: PlanConfig, args: dict[str, Any], command: list[str]) -> 
     import megatron.plugins  # noqa: F401 (registers plug-ins; needs torch)
     from megatron.arguments import parse_run_config
     from megatron.planner.given import given_run
-    from megatron.planner.unplanned import notes, run_on
     from megatron.pretrain_gpt import DEFAULTS
 
     described = {f.name for f in dataclasses.fields(ModelConfig)} | {
@@ -259,9 +268,7 @@ def plan_given(config: PlanConfig, args: dict[str, Any], command: list[str]) -> 
         f"  step    {two_digits(plan.step.seconds)} s, {two_digits(tflops(plan, job, cluster))} TFLOP/s a GPU\n"
         f"{details(plan, cluster)}"
     )
-    for note in notes(run):
-        print(f"  note    {note}")
-    print_notes(config, plan, job, cluster)
+    print_notes(config, plan, job, cluster, notes(run))
     print_changes(plan, job, cluster)
     if config.what_if:
         given = functools.partial(make_plan, job, layout)

@@ -37,9 +37,9 @@ UNITS: dict[str, dict[str, float]] = {
     "arithmetic": {"GFLOP/s": 1e9, "TFLOP/s": 1e12, "PFLOP/s": 1e15},
     "time": {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0},
 }  # fmt: skip
-SHARES = ("matmul", "memory", "stream", "link", "attention", "network")  # fields of `Efficiency`
+SHARES = ("matmul", "memory", "stream", "link", "attention", "network", "beside")  # fields of `Efficiency`
 # And those that compare two speeds, or may be above 1.
-RATIOS = ("attention_backward", "context", "fp8", "expert", "accumulate", "all_to_all", "send", "beside")
+RATIOS = ("attention_backward", "context", "fp8", "expert", "accumulate", "all_to_all", "send")
 EXAMPLES = {"memory": "80 GB", "speed": "600 GB/s", "arithmetic": "312 TFLOP/s", "time": "5 us"}
 
 

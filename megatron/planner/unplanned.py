@@ -9,7 +9,7 @@ from megatron.model.config import ModelConfig
 from megatron.performance.config import Fp8Config, PerformanceConfig
 from megatron.planner.cluster import Cluster
 from megatron.planner.layout import Layout
-from megatron.recipes.config import FreezeConfig
+from megatron.recipes.config import FreezeConfig, RampUpConfig
 from megatron.training.config import RunConfig
 
 # Share of the layers in bf16 up to which a run counts as one in FP8: with more, the difference exceeds the error.
@@ -66,12 +66,27 @@ def notes(run: RunConfig) -> list[str]:
         (performance.cuda_graph, "--cuda-graph: kernels count with the time of their launches"),
         (_bf16_layers(run) > 0, "--first-last-layers-bf16: all layers count in FP8"),
         (
-            run.model.moe_expert_capacity_factor is not None,
+            run.data.reset_attention_mask,
+            "--reset-attention-mask: a sample counts as one document, so the run may be faster",
+        ),
+        (
+            run.plugin(RampUpConfig).rampup_batch_size is not None,
+            "--rampup-batch-size: all steps count with the full batch, so training takes longer",
+        ),
+    )
+    return [*model_notes(run.model), *(words for given, words in left_out if given)]
+
+
+def model_notes(model: ModelConfig) -> list[str]:
+    """Describe flags of the model that a plan leaves out."""
+    left_out = (
+        (
+            model.moe_expert_capacity_factor is not None,
             "--moe-expert-capacity-factor: counts as if no token were dropped",
         ),
         (
-            run.data.reset_attention_mask,
-            "--reset-attention-mask: a sample counts as one document, so the run may be faster",
+            model.moe_shared_expert_overlap,
+            "--moe-shared-expert-overlap: the shared expert counts beside no communication, so the run may be faster",
         ),
     )
     return [words for given, words in left_out if given]

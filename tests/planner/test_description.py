@@ -91,6 +91,7 @@ CUSTOM = "{name: x, precision: bf16, peak: 1 TFLOP/s, memory: 1 GB, bandwidth: 1
         ("a100-80gb", "[a100-80gb]", r"device: \['a100-80gb'\] is neither the name of a GPU nor a mapping"),
         ("a100-80gb", "", r"device is missing; docs/scaling\.md has an example"),
         ("nodes: 4", "nodes: 4\nefficiency: {link: 66}", r"efficiency\.link: 66 must be above 0 and at most 1"),
+        ("nodes: 4", "nodes: 4\nefficiency: {beside: 3}", r"efficiency\.beside: 3 must be above 0 and at most 1"),
         ("network: {bandwidth: 200 Gb/s}", "", r"network is missing"),
         ("link: {", "link: 5 # {", r"link: 5 is not a mapping"),
         ("nodes: 4", "nodes: 4\nnvlink-domain: 12", r"nvlink-domain: 12 devices are not whole nodes of 8"),

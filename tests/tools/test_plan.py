@@ -145,6 +145,13 @@ def test_mixtures_on_old_gpus_have_the_error_of_newer_ones():
     assert "of mixtures on GPUs of the generation of H100, without" in error_band("h100-80gb", mixture=True)
 
 
+def test_flags_of_the_model_that_a_plan_leaves_out_are_named(plan):
+    flags = "--moe-expert-capacity-factor 1.5 --moe-shared-expert-overlap"
+    experts = "--num-experts 4 --moe-shared-expert-intermediate-size 512 --disable-bias-linear"
+    out = plan(f"{SMALL} --gpus 4 {experts} {flags}")
+    assert all(f"  note    {flag}: " in out for flag in flags.replace(" 1.5", "").split())
+
+
 def test_layouts_in_fp8_are_those_that_training_takes(plan):
     """An MLP of 2,080 on two ranks has 1,040 channels, a multiple of 16, and on four 520."""
     flags = f"{SMALL} --ffn-hidden-size 2080 --gpus 8 --gpu h100"

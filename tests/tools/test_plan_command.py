@@ -140,6 +140,11 @@ def test_single_changes_keep_the_rest(plan, stages: str, even: str):
         ),
         ("--model 175b --gpu-watts 700", "--gpu-watts needs --tokens"),
         ("--model 175b --days 7", "--days needs --tokens"),
+        (
+            "--model 175b --checkpoint-seconds 5",
+            "--checkpoint-seconds needs --gpu-hours-between-failures",
+        ),
+        ("--model 175b --restart-minutes 5", "--restart-minutes needs --gpu-hours-between-failures"),
         ("--model 175b --days 7 --tokens 1e9 --gpus 8", "--days: finds the number of GPUs"),
         ("--gpus 8 --longest-seq-length -- {}", "--longest-seq-length cannot be given before --"),
         ("--gpus 1024 -- {} --optimizer muon", "--optimizer: muon is not planned; a dry run counts it"),
@@ -212,3 +217,6 @@ def test_flags_that_a_plan_leaves_out_are_named(plan):
     out = plan(f"--gpu h100 --gpus 1024 -- {LLAMA_70B} {flags}")
     assert all(f"  note    {flag}: " in out for flag in flags.split())
     assert "--tp-comm-overlap" not in plan(f"--gpu h100 --gpus 1024 -- {LLAMA_70B}")
+    command = LLAMA_70B.replace("--train-iters 1", "--train-samples 4096000")
+    out = plan(f"--gpu h100 --gpus 1024 -- {command} --rampup-batch-size 1024 1024 2048000")
+    assert "  note    --rampup-batch-size: " in out
