@@ -229,11 +229,12 @@ def takeaways(best: Plan, job: Job, cluster: Cluster) -> list[str]:
     t, p, d = layout.tensor, layout.pipeline, layout.data
     m = layout.microbatches(job)
     share = {name: getattr(step, name) / step.seconds for name in (*PARTS, "recompute")}
+    joined = min(cluster.per_domain, cluster.devices)
     usable = usable_memory(cluster) / 1e9
     paragraphs = [
-        f"Tensor parallelism within a node, pipeline parallelism across nodes (takeaway 1). NVLink joins "
-        f"{cluster.per_domain} devices; T{t} {'stays' if t <= cluster.per_domain else 'is not'} within them, and its "
-        f"communication takes {percent(share['tensor_parallel'])} of the step"
+        f"Tensor parallelism within a node, pipeline parallelism across nodes (takeaway 1). Links join "
+        f"{many(joined, 'device')}; T{t} {'stays' if t <= joined else 'is not'} within them, and its communication "
+        f"takes {percent(share['tensor_parallel'])} of the step"
         + (f"; {p} stages share the layers." if p > 1 else "; the model needs no pipeline."),
         f"Model parallelism until the model fits, data parallelism beyond (takeaway 2). The model is split over "
         f"{many(t * p, 'device')} and needs {best.memory.total / 1e9:.0f} GB of {usable:.0f} usable each; "

@@ -216,6 +216,13 @@ def test_takeaways_are_those_of_the_layout(layout: Layout, words: str):
     assert ("chunks per stage" in text) == (layout.schedule_name == "interleaved")
 
 
+@pytest.mark.parametrize(("gpu", "gpus", "joined"), [("l40s", 4, 4), ("h100-80gb", 16, 8), ("gb200", 16, 16)])
+def test_takeaways_count_the_devices_that_links_join(gpu: str, gpus: int, joined: int):
+    gpt, machine = job(8, 1024, 16, 64), cluster(gpus, gpu)
+    text = takeaways(make_plan(gpt, Layout(data=gpus), machine), gpt, machine)[0]
+    assert f"Links join {joined} devices; T1 stays within them" in text
+
+
 def test_a_model_that_fits_nowhere_names_the_smallest_cluster():
     gpt = MODELS["39.1b"].job()
     with pytest.raises(InputError) as error:
