@@ -37,14 +37,14 @@ class Failures:
 
     def advice(self, step: float) -> str:
         """The best interval between checkpoints and what it leaves for training, with steps of so many seconds."""
-        interval = self.best_interval
+        steps = max(1, round(self.best_interval / step))
         between = f"a failure every {two_digits(self.between / 3600)} hours"
-        if not (goodput := self.goodput(interval)):
+        if not (goodput := self.goodput(steps * step)):
             return f"{between}, too soon after a restart for training to make progress"
+        number = many(steps, "step") if steps < 100 else f"{two_digits(steps)} steps"
         return (
-            f"{between}; a checkpoint every {two_digits(interval / 60)} minutes "
-            f"({two_digits(max(1, round(interval / step)))} steps) loses the least and leaves {goodput:.0%} of the "
-            "time for training"
+            f"{between}; a checkpoint every {two_digits(steps * step / 60)} minutes ({number}) loses the least and "
+            f"leaves {goodput:.0%} of the time for training"
         )
 
 

@@ -31,6 +31,17 @@ def test_advice():
     assert never.advice(1.5).endswith("too soon after a restart for training to make progress")
 
 
+@pytest.mark.parametrize(
+    ("step", "words"), [(2000.0, "33 minutes (1 step)"), (400.0, "20 minutes (3 steps)")]
+)
+def test_checkpoints_come_at_whole_steps(step: float, words: str):
+    """The best interval, 1,200 seconds, is shorter than the longer step: a failure costs half of that, not of it."""
+    failures = Failures(between=36_000, checkpoint=20, restart=300)
+    interval = max(step, 1200)
+    left = (1 - 20 / (interval + 20)) * (1 - (interval / 2 + 300) / 36_000)
+    assert f"{words} loses the least and leaves {left:.0%} of" in failures.advice(step)
+
+
 def test_expenses():
     assert expenses(1000, 2.5, None) == "$2,500 at $2.5 for a GPU-hour"
     assert expenses(1000, None, 1400.0) == "1.4 MWh at 1400 W a GPU"
