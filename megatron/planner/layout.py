@@ -226,6 +226,7 @@ class Layout:
             flags.append(f"--cp-comm-type {self.context_exchange}")
         if self.pipeline > 1:
             flags.append(f"--pipeline-model-parallel-size {self.pipeline}")
+            flags += ["--no-scatter-gather-tensors-in-pipeline"] * (not self.scatter_gather)
         flags += self._layer_flags(job)
         if job.model.num_experts is not None:
             flags.append(f"--expert-model-parallel-size {self.expert}")

@@ -45,6 +45,7 @@ LAYOUTS: dict[str, tuple[int, str]] = {
     "P4": (4, f"{PP} 4"),
     "P4V2": (4, f"{PP} 4 {CHUNKS} 2"),
     "T2P2+SP": (4, f"{TP} 2 {PP} 2 --sequence-parallel"),
+    "T2P2 whole transfers": (4, f"{TP} 2 {PP} 2 --no-scatter-gather-tensors-in-pipeline"),
     "P4 recomputed": (4, f"{PP} 4 --recompute-granularity full"),
     "P4 gpipe": (4, f"{PP} 4 {SCHEDULE} gpipe"),
     "P4V2 breadth-first": (4, f"{PP} 4 {CHUNKS} 2 {SCHEDULE} breadth-first"),
