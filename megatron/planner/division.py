@@ -11,7 +11,7 @@ from megatron.model.config import ModelConfig
 from megatron.parallel.schedules import Backward, BackwardInput, Compute, Forward, Schedule, part_of
 from megatron.planner.job import Job
 from megatron.variants.auto_schedule import best_schedule, part_flops
-from megatron.variants.auto_stages import stage_sizes
+from megatron.variants.auto_stages import layout_text, stage_sizes
 
 # Dense layers and those with experts of each chunk, by stage.
 StageLayers = tuple[tuple[tuple[int, int], ...], ...]
@@ -171,12 +171,3 @@ def division_flags(job: Job, parts: Parts) -> list[str]:
     if parts.chunks > 1 and set(sizes) == {longest}:
         return [f"--num-layers-per-virtual-pipeline-stage {longest}"]
     return [f"--pipeline-model-parallel-layout {shlex.quote(layout_text(sizes, job.model.mtp_num_layers))}"]
-
-
-def layout_text(sizes: tuple[int, ...], depths: int) -> str:
-    """The value of --pipeline-model-parallel-layout for layers of each part."""
-    names = [f"t*{size}" if size > 1 else "t" * size for size in sizes]
-    names[0] = f"E{names[0]}"
-    names[-1] = ",".join(name for name in (names[-1], "m" * depths, "L") if name)
-    runs = [(name, len(list(same))) for name, same in itertools.groupby(names)]
-    return "".join(f"({name}|)*{times}" if times > 1 else f"{name}|" for name, times in runs)[:-1]

@@ -57,11 +57,16 @@ def balanced_layout(config: RunConfig, padded_vocab_size: int) -> str:
         v_shaped=schedule in V_SHAPED,
         recompute=parallel.recompute_granularity == "full",
     )
+    return layout_text(sizes, model.mtp_num_layers)
+
+
+def layout_text(sizes: Sequence[int], depths: int) -> str:
+    """The value of --pipeline-model-parallel-layout for layers of each part and depths of multi-token prediction."""
     names = [f"t*{size}" if size > 1 else "t" * size for size in sizes]
-    depths = "m" * model.mtp_num_layers
     names[0] = f"E{names[0]}"
-    names[-1] = ",".join(name for name in (names[-1], depths, "L") if name)
-    return "|".join(names)
+    names[-1] = ",".join(name for name in (names[-1], "m" * depths, "L") if name)
+    runs = [(name, len(list(same))) for name, same in itertools.groupby(names)]
+    return "".join(f"({name}|)*{times}" if times > 1 else f"{name}|" for name, times in runs)[:-1]
 
 
 def stage_sizes(
