@@ -29,6 +29,7 @@ from megatron.planner.cluster import Cluster
 from megatron.planner.held import UNLIMITED, Held, Pass, counted_microbatches, most_held
 from megatron.planner.host_copies import (
     USABLE_HOST,
+    OffloadedActivations,
     moments_after_forward,
     offloaded_activations,
     piece_bytes,
@@ -41,7 +42,7 @@ from megatron.planner.parameters import (
 )
 from megatron.planner.programs import Program
 from megatron.planner.split_passes import ChunkMemory, peak
-from megatron.planner.units import sharded_units
+from megatron.planner.units import UnitMemory, sharded_units
 
 # Share of a device's memory, and at most so many bytes, for the driver, NCCL's buffers and fragmentation. NVIDIA's runs
 # of Llama 3.1 405B on GB200 and of Llama 3 70B on GB300 use about 96% of the memory by these formulas.
@@ -144,74 +145,135 @@ def split_moments(job: Job, layout: Layout, stage: int) -> tuple[tuple[Pass, Hel
 def stage_memory(job: Job, layout: Layout, cluster: Cluster, stage: int, program: Program) -> Memory:
     """Memory of each process of a stage at the peak of a step."""
     element = cluster.device.element
-    kept, first, last = kept_activations(job, layout, element, stage, program)
-    experts = sum(experts for _, experts in layout.layers(job)[stage])
+    of_stage = job, layout, element, stage, program
+    offloaded, working = _offloaded(*of_stage), _layer_working(*of_stage)
+    if layout.splits_backward:
+        first_group, largest_group, _ = recomputed_together(job, layout, stage)
+        working += _recomputed_layers(*of_stage, max(first_group, largest_group))
+        activations = split_activations(*of_stage, working)
+    else:
+        activations = _whole_activations(*of_stage, working, offloaded)
+    state = stage_state(*of_stage)
+    held = offloaded.host if offloaded else 0.0
+    return dataclasses.replace(state, activations=activations, host=state.host + held)
+
+
+def _offloaded(
+    job: Job, layout: Layout, element: int, stage: int, program: Program
+) -> OffloadedActivations | None:
+    """The most that the layers of a stage keep with offload; None if nothing leaves."""
+    of_chunks = [(job, layout, element, stage, chunk, program) for chunk in range(layout.chunks)]
+    leaving = [leaving_activations(*of_chunk) for of_chunk in of_chunks]
+    if not any(leaving):
+        return None
+    stay = [chunk_activations(*of_chunk) for of_chunk in of_chunks]
+    return offloaded_activations(job, layout, stage, stay, leaving)
+
+
+def _layer_working(job: Job, layout: Layout, element: int, stage: int, program: Program) -> float:
+    """Bytes that a layer needs beside what layers keep. Gradients within it are known of this program only."""
+    has_experts = any(experts for _, experts in layout.layers(job)[stage])
+    if not program.chunked_logits:
+        return recomputed_experts(job, layout, element, program) if has_experts else 0.0
+    backward = backward_of_a_layer(job, layout, element)
+    if not has_experts:
+        return max(backward, ring_working(job, layout, element, program))
+    layer = layer_activations(job, layout, element, program, recompute=layout.recompute)
+    freed = dense_after_experts(job, layout, stage) * layer
+    return max(experts_working(job, layout, element, program) - freed, backward if freed else 0.0)
+
+
+def _recomputed_layers(
+    job: Job, layout: Layout, element: int, stage: int, program: Program, number: int
+) -> float:
+    """Bytes of layers that are recomputed at a time, of which the first one's input is kept."""
+    if layout.recompute != "full":
+        return 0.0
     of_layer = functools.partial(layer_activations, job, layout, element, program)
-    activations = kept
-    working = recomputed_experts(job, layout, element, program) if experts else 0.0
-    # Transfers and gradients within a layer are known of this program only.
+    layers = layout.layers(job)[stage]
+    experts = sum(experts for _, experts in layers)
+    routed = math.ceil(number * experts / max(1, sum(map(sum, layers))))
+    whole = routed * of_layer(recompute="none", has_experts=True) if routed else 0.0
+    return whole + (number - routed) * of_layer(recompute="none") - of_layer(recompute="full")
+
+
+def _whole_activations(
+    job: Job,
+    layout: Layout,
+    element: int,
+    stage: int,
+    program: Program,
+    working: float,
+    offloaded: OffloadedActivations | None,
+) -> float:
+    """The most bytes of a stage's activations with a schedule whose backward passes are whole.
+
+    Args:
+        working: bytes that a layer needs beside what layers keep.
+    """
+    of_stage = job, layout, element, stage, program
+    kept, first, last = kept_activations(*of_stage)
+    if offloaded is not None:
+        kept, working = offloaded.forward, working + offloaded.backward - offloaded.forward
+    residual, hidden = job.residual_element(element), _hidden(job, layout)
+    mtp = job.model.mtp_num_layers * hidden * (residual + 5 * element)
+    # The final norm's input, and its output or, after the loss, the output's gradient.
+    of_norm = hidden * (residual + element)
     if program.chunked_logits:
-        activations += transfer_buffers(job, layout, element)
-        if experts:
-            freed = dense_after_experts(job, layout, stage) * of_layer(recompute=layout.recompute)
-            working = experts_working(job, layout, element, program) - freed
-            working = max(working, backward_of_a_layer(job, layout, element) if freed else 0.0)
-        else:
-            working = max(
-                backward_of_a_layer(job, layout, element), ring_working(job, layout, element, program)
-            )
-    chunks = range(layout.chunks)
-    last_group, largest_group, later = recomputed_together(job, layout, stage)
-
-    def again(layers: int) -> float:
-        """Bytes of layers that are recomputed at a time, of which the first one's input is kept."""
-        if layout.recompute != "full":
-            return 0.0
-        routed = math.ceil(layers * experts / max(1, sum(map(sum, layout.layers(job)[stage]))))
-        whole = routed * of_layer(recompute="none", has_experts=True) if routed else 0.0
-        return whole + (layers - routed) * of_layer(recompute="none") - of_layer(recompute="full")
-
-    tokens = layout.tokens(job)
-    hidden = tokens * job.model.hidden_size / (layout.tensor if layout.sequence_parallel else 1)
+        kept += transfer_buffers(job, layout, element)
     if stage == 0 and job.model.hidden_dropout:  # the embeddings' dropout masks (2205.05198 section 4.3)
-        activations += first * hidden
-    leaving = [leaving_activations(job, layout, element, stage, chunk, program) for chunk in chunks]
-    held, in_layer = 0.0, working + again(max(last_group, largest_group))
-    if any(leaving):
-        stay = [chunk_activations(job, layout, element, stage, chunk, program) for chunk in chunks]
-        offloaded = offloaded_activations(job, layout, stage, stay, leaving)
-        held = offloaded.host
-        activations += offloaded.forward - kept
-        working += offloaded.backward - offloaded.forward
-    mtp = job.model.mtp_num_layers * hidden * (job.residual_element(element) + 5 * element)
-    # Backward begins with the layers of multi-token prediction, which are freed when it comes to a larger group.
-    mtp_is_freed = stage == layout.last_stage and largest_group > 1
-    units = sharded_units(job, layout, stage, element, program, (last_group, largest_group))
-    layer = of_layer(recompute=layout.recompute, has_experts=experts > 0)
-    microbatch = sum(chunk_activations(job, layout, element, stage, chunk, program) for chunk in chunks)
-    working = max(
-        working + again(last_group) + units.first_backward,
-        working + again(largest_group) + units.backward - later * layer - mtp * mtp_is_freed,
+        kept += first * hidden
+    units = sharded_units(job, layout, stage, element, program, recomputed_together(job, layout, stage)[:2])
+    working = _most_working(*of_stage, working, units, mtp)
+    if stage != layout.last_stage:
+        return kept + working
+    # Backward of the layers does not need the norm's of its microbatch; the loss comes before it.
+    in_loss = loss_working(job, layout, element, program) + units.loss
+    working = max(working, of_norm + in_loss, of_norm + units.after_loss)
+    # Multi-token prediction: the embedding, both norms' outputs joined, the final norm's input and output, and the
+    # gradient of that output.
+    return kept + of_norm * (last - 1) + mtp + working
+
+
+def _most_working(
+    job: Job,
+    layout: Layout,
+    element: int,
+    stage: int,
+    program: Program,
+    working: float,
+    units: UnitMemory,
+    mtp: float,
+) -> float:
+    """The most bytes that layers need beside what they keep, in forward, and in backward of each group of them.
+
+    Args:
+        working: bytes that a single layer needs.
+        mtp: bytes of multi-token prediction, with whose layers backward begins.
+    """
+    of_stage = job, layout, element, stage, program
+    layers = layout.layers(job)[stage]
+    has_experts = any(experts for _, experts in layers)
+    layer = layer_activations(
+        job, layout, element, program, recompute=layout.recompute, has_experts=has_experts
+    )
+    microbatch = sum(
+        chunk_activations(job, layout, element, stage, chunk, program) for chunk in range(layout.chunks)
+    )
+    first_group, largest_group, later = recomputed_together(job, layout, stage)
+    # Freed when backward comes to a larger group.
+    freed = later * layer + mtp * (stage == layout.last_stage and largest_group > 1)
+    return max(
+        working + _recomputed_layers(*of_stage, first_group) + units.first_backward,
+        working + _recomputed_layers(*of_stage, largest_group) + units.backward - freed,
         units.forward - microbatch,
         units.end_of_forward,
     )
-    if stage == layout.last_stage:
-        residual = job.residual_element(element)
-        # The final norm's input, and its output or, after the loss, the output's gradient. Backward of the layers does
-        # not need its microbatch's.
-        of_norm = hidden * (residual + element)
-        activations += of_norm * (last - 1)
-        # Multi-token prediction: the embedding, both norms' outputs joined, the final norm's input and output, and
-        # the gradient of that output.
-        activations += mtp
-        # The loss comes before backward of the layers.
-        in_loss = loss_working(job, layout, element, program) + units.loss
-        working = max(working, of_norm + in_loss, of_norm + units.after_loss)
-    activations += working
-    if layout.splits_backward:
-        activations = split_activations(job, layout, element, stage, program, in_layer)
-    state = stage_state(job, layout, element, stage, program)
-    return dataclasses.replace(state, activations=activations, host=state.host + held)
+
+
+def _hidden(job: Job, layout: Layout) -> float:
+    """Elements of the residual stream of a microbatch on a rank."""
+    return layout.tokens(job) * job.model.hidden_size / (layout.tensor if layout.sequence_parallel else 1)
 
 
 def split_activations(
@@ -223,8 +285,7 @@ def split_activations(
         working: bytes that backward of a layer needs beside what layers keep.
     """
     model, residual = job.model, job.residual_element(element)
-    tokens, ranks = layout.tokens(job), layout.tensor if layout.sequence_parallel else 1
-    hidden = tokens * model.hidden_size / ranks
+    tokens, hidden = layout.tokens(job), _hidden(job, layout)
     memory = []
     for chunk, layers in enumerate(layout.layers(job)[stage]):
         kept = chunk_activations(job, layout, element, stage, chunk, program)

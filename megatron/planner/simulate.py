@@ -136,12 +136,12 @@ class Simulator:
         dense, experts = (sum(numbers) for numbers in zip(*self.chunk_layers[stage], strict=True))
         return self.kernels.chunk(dense, experts, first=False, last=False)
 
-    def chunk_seconds(self, rank: int, chunk: int) -> tuple[float, float, float]:
-        """`chunk_alone`, with what passes wait for exchanges among replicas."""
-        forward, backward, weights = self.chunk_alone(rank, chunk)
+    def chunk_seconds_with_exchanges(self, rank: int, chunk: int) -> tuple[float, float, float]:
+        """`chunk_seconds_alone`, with what passes wait for exchanges among replicas."""
+        forward, backward, weights = self.chunk_seconds_alone(rank, chunk)
         return forward + self.beside["forward"], backward + self.beside["backward"], weights
 
-    def chunk_alone(self, rank: int, chunk: int) -> tuple[float, float, float]:
+    def chunk_seconds_alone(self, rank: int, chunk: int) -> tuple[float, float, float]:
         """Seconds of `chunk` forward and backward, and those of backward for weight gradients.
 
         Backward accumulates gradients.
@@ -187,7 +187,7 @@ class Simulator:
     def pass_seconds(self, rank: int, chunk: int) -> tuple[float, float, float, float]:
         """Seconds that each of `pipeline_clock.KINDS` keeps a stage busy."""
         transfer = self.transfer if self.program.blocking_transfers else 0.0
-        forward, backward, weights = self.chunk_seconds(rank, chunk)
+        forward, backward, weights = self.chunk_seconds_with_exchanges(rank, chunk)
         split = backward - weights
         if self.layout.splits_backward:
             split += self.copy_wait(BackwardInput, rank, chunk) - self.copy_wait(Backward, rank, chunk)
@@ -295,7 +295,7 @@ class Simulator:
         for rank in range(layout.pipeline):
             key = self.chunk_layers[rank], rank == 0, rank == layout.last_stage
             if key not in found:
-                seconds = self.chunk_seconds if exchanges else self.chunk_alone
+                seconds = self.chunk_seconds_with_exchanges if exchanges else self.chunk_seconds_alone
                 chunks = [seconds(rank, chunk) for chunk in range(layout.chunks)]
                 work = self.microbatches * sum(forward + back + inside for forward, back, _ in chunks)
                 forward, backward, _ = chunks[0]
