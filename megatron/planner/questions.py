@@ -31,12 +31,17 @@ LENGTH_STEP = 1024
 def longest_sequence(job: Job, layout: Layout, cluster: Cluster) -> int:
     """Tokens of the longest sample that fits in a layout, with as many samples in a step; 0 if none does."""
     halves = 2 * layout.context if layout.context > 1 else 1
-    step = LENGTH_STEP
+    step, near = LENGTH_STEP, 0
     while step % (halves * layout.tensor):
         step += LENGTH_STEP
+    if layout.pipeline > 1 and layout.schedule_name == "auto":
+        # Each length has a list of its own, which takes seconds to find. Named schedules need about as much memory.
+        named = dataclasses.replace(layout, pipeline_schedule="zb-h1" if layout.chunks == 1 else "zb-v")
+        near = longest_sequence(job, named, cluster) // step
     return step * _most(
         lambda steps: fits(memory_of(with_length(job, steps * step), layout, cluster), cluster),
         MAX_LENGTH // step,
+        near,
     )
 
 
@@ -58,11 +63,16 @@ def largest_micro_batch(job: Job, layout: Layout, cluster: Cluster) -> int:
     return _most(does_fit, MAX_MICRO_BATCH)
 
 
-def _most(holds: Callable[[int], bool], limit: int) -> int:
-    """The largest number up to a limit for which a condition holds that does not hold again above it; 0 if none."""
-    below, above = 0, 1
-    while above <= limit and holds(above):
-        below, above = above, 2 * above
+def _most(holds: Callable[[int], bool], limit: int, near: int = 0) -> int:
+    """The largest number up to a limit for which a condition holds that does not hold again above it; 0 if none.
+
+    The search begins at a number near it.
+    """
+    below, above, stride = near, near + 1, 1
+    while below > 0 and not holds(below):
+        below, above, stride = max(0, below - stride), below, 2 * stride
+    while near < above <= limit and holds(above):
+        below, above, stride = above, above + stride, 2 * stride
     above = min(above, limit + 1)
     while above - below > 1:
         middle = (below + above) // 2

@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+from typing import Any
 
 import pytest
 from published import cluster, job
 
 from megatron.commands.plan_inputs import PlanConfig, make_job
 from megatron.errors import InputError
+from megatron.parallel.schedules import Compute
+from megatron.planner import division
 from megatron.planner.layout import Layout
 from megatron.planner.memory import fits, max_memory
+from megatron.planner.our_program import uncompiled
 from megatron.planner.programs import OURS
 from megatron.planner.questions import (
     LENGTH_STEP,
@@ -25,6 +29,7 @@ from megatron.planner.questions import (
     with_length,
 )
 from megatron.planner.search import make_plan, search
+from megatron.variants.auto_schedule import best_schedule
 
 GPT = job(24, 2048, 16, 64)
 
@@ -46,6 +51,25 @@ def test_the_limits_of_a_layout_are_the_last_that_fit(layout: Layout) -> None:
 
     assert fits_with(length, 1) and not fits_with(length + LENGTH_STEP, 1)
     assert fits_with(2048, size) and not fits_with(2048, size + 1)
+
+
+def test_limits_of_automatic_schedules_need_few_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Microbatches of all sizes have one list of passes. Each length has its own, and few lengths are tried."""
+    made: list[tuple[int, int, int]] = []
+
+    def counted(*shape: int, **options: Any) -> list[list[Compute]]:
+        made.append(shape)
+        return best_schedule(*shape, **options)
+
+    monkeypatch.setattr(division, "best_schedule", counted)
+    gpt, machine = job(12, 1152, 9, 8), cluster(4)
+    layout = Layout(pipeline=4, pipeline_schedule="auto")
+    assert largest_micro_batch(gpt, layout, machine) > 1 and len(made) == 1
+    length = longest_sequence(gpt, layout, machine)
+    assert len(made) <= 6
+    for longer, does_fit in ((0, True), (LENGTH_STEP, False)):
+        memory = max_memory(with_length(gpt, length + longer), layout, machine, uncompiled(gpt.model))
+        assert fits(memory, machine) == does_fit
 
 
 def test_what_does_not_fit_has_no_limits() -> None:
