@@ -12,16 +12,22 @@ from megatron.planner.our_program import our_program
 from megatron.planner.simulate import Simulator
 from megatron.planner.space import can_sequence_parallel
 
+# Times of the operations of a microbatch, and of all of it in the whole model, by `kernels_key`.
+KernelsOfLayouts = dict[tuple[object, ...], tuple[Kernels, float]]
+
 
 class Bounds:
     """Lower bounds of the layouts of a job on a cluster, each closer than the one before.
 
     Times of operations and of pipelines are kept, since many layouts have the same.
+
+    Args:
+        kernels: times that are known of clusters with the same nodes and links.
     """
 
-    def __init__(self, job: Job, cluster: Cluster) -> None:
+    def __init__(self, job: Job, cluster: Cluster, kernels: KernelsOfLayouts | None = None) -> None:
         self.job, self.cluster = job, cluster
-        self.kernels: dict[tuple[object, ...], tuple[Kernels, float]] = {}
+        self.kernels: KernelsOfLayouts = {} if kernels is None else kernels
         self.pipelines: dict[tuple[object, ...], float] = {}
 
     def simulator(self, layout: Layout) -> Simulator:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 from megatron.errors import InputError
 from megatron.parallel.recompute import NO_RECOMPUTE
+from megatron.planner.bounds import Bounds, KernelsOfLayouts
 from megatron.planner.cluster import Cluster, Link, Measured
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import fits
@@ -153,6 +154,7 @@ def fewest_gpus(
     """
     limit = seconds / (tokens / (job.global_batch_size * job.seq_length))
     least = _least_seconds(job, make_cluster(1))
+    kernels: dict[tuple[int, bool], KernelsOfLayouts] = {}
     for size in cluster_sizes(job):
         if size > most or least > size * limit:
             continue
@@ -160,7 +162,9 @@ def fewest_gpus(
             cluster = make_cluster(size)
         except InputError:  # not whole nodes
             continue
-        plan = plan_within(job, cluster, limit)
+        # The links of a group depend on the domain, and not on how many there are.
+        domain = cluster.per_domain, cluster.devices <= cluster.per_domain
+        plan = plan_within(Bounds(job, cluster, kernels.setdefault(domain, {})), limit)
         if plan is not None:
             return cluster, plan
     whole, choice = "", "a larger --global-batch-size"

@@ -89,21 +89,23 @@ def search(
         InputError: no layout divides the job, or none fits; the message names the smallest sufficient cluster.
     """
     among = list(shapes(job, cluster) if among is None else among)
-    result = _fastest(job, cluster, among, num_plans, progress, host=False)
+    bounds = Bounds(job, cluster)
+    result = _fastest(bounds, among, num_plans, progress, host=False)
     if not result.plans:
-        with_host = _fastest(job, cluster, among, num_plans, progress, host=True)
+        with_host = _fastest(bounds, among, num_plans, progress, host=True)
         result = dataclasses.replace(with_host, too_large=result.too_large)
     if not result.plans:
         raise InputError(_nothing_fits(job, cluster, result.too_large))
     return result
 
 
-def plan_within(job: Job, cluster: Cluster, seconds: float) -> Plan | None:
+def plan_within(bounds: Bounds, seconds: float) -> Plan | None:
     """Return the plan that `search` finds if its step takes at most so many seconds."""
 
     def find(*, host: bool) -> SearchResult:
-        return _fastest(job, cluster, among, 1, lambda count: None, host=host, limit=just_above)
+        return _fastest(bounds, among, 1, lambda count: None, host=host, limit=just_above)
 
+    job, cluster = bounds.job, bounds.cluster
     among, just_above = list(shapes(job, cluster)), math.nextafter(seconds, math.inf)
     result = find(host=False)
     if result.plans or not result.too_large or not find(host=True).plans:
@@ -114,8 +116,7 @@ def plan_within(job: Job, cluster: Cluster, seconds: float) -> Plan | None:
 
 
 def _fastest(
-    job: Job,
-    cluster: Cluster,
+    bounds: Bounds,
     among: Sequence[Layout],
     num_plans: int,
     progress: Callable[[int], object],
@@ -130,7 +131,7 @@ def _fastest(
     Layouts are simulated in the order of a lower bound of their time, until that of the next exceeds the time of the
     plans found: the result is that of simulating all.
     """
-    bounds = Bounds(job, cluster)
+    job, cluster = bounds.job, bounds.cluster
     # Each layout comes up with ever closer bounds, so that those of most are not computed.
     queue: list[tuple[float, int, str, Layout, Layout]] = []
     considered = too_large = timed = 0
