@@ -20,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from parallel_search import Case, compared_with_1f1b
 
+sys.path.pop(0)  # the module `planner` there would hide the folder tests/planner
+
 
 @pytest.mark.parametrize(
     ("first", "last"),

@@ -16,6 +16,8 @@ from verify_faults import FAULTS, Fault  # noqa: E402
 from verify_mixture_faults import MIXTURE_FAULTS  # noqa: E402
 from verify_packing_faults import PACKING_FAULTS  # noqa: E402
 
+sys.path.pop(0)  # the module `planner` there would hide the folder tests/planner
+
 
 @pytest.mark.parametrize(
     "fault", (*FAULTS, *MIXTURE_FAULTS, *PACKING_FAULTS, *CONTEXT_FAULTS), ids=lambda fault: fault.name
