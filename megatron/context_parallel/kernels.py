@@ -75,9 +75,7 @@ def partial_attention_backward(
         return grad_q, grad_k, grad_v[..., :width]
     if _takes_flash(q_bnsd, v_bgtw, mask_bnst):
         grad, v, out = (_padded(x, q_bnsd) for x in (grad_bnsw, v_bgtw, out_bnsw))
-        lse = (
-            lse_bns.contiguous()
-        )  # the kernel ignores its strides, which are others for a part of the queries
+        lse = lse_bns.contiguous()  # a part of the queries has other strides, and the kernel reads none
         lengths = None, None, q_bnsd.shape[2], k_bgtd.shape[2]
         unused = q_bnsd.new_zeros(2, dtype=torch.int64)  # the state of dropout
         grad_q, grad_k, grad_v = aten._scaled_dot_product_flash_attention_backward(
