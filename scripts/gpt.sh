@@ -56,19 +56,25 @@ llama3_8b_settings=(
   --split '99,1,0' --log-interval 10 --eval-interval 1000 --eval-iters 10
 )
 
-# resume_flags FLAGS...: set `flags` to FLAGS, without --finetune and its --load once CHECKPOINT_PATH holds the run that
-# they started.
+# resume_flags FLAGS...: set `flags` to FLAGS, without --finetune and its --load once CHECKPOINT_PATH holds a checkpoint.
+# If they load from that folder, they stay, and the program refuses to start another run there.
 resume_flags() {
-  local word before=
+  local word before= from=
   flags=("$@")
   [[ -s $CHECKPOINT_PATH/latest_checkpointed_iteration.txt ]] || return 0
   has_flag --finetune "$@" && ! has_flag --save "$@" || return 0
-  echo "$CHECKPOINT_PATH holds this run: it is resumed, without --finetune and the --load of its first weights"
   flags=()
   for word; do
+    [[ $before != --load ]] || from=$word
+    [[ $word != --load=* ]] || from=${word#--load=}
     [[ $word =~ ^--(finetune|load|ckpt-step)(=|$) || $before =~ ^--(load|ckpt-step)$ ]] || flags+=("$word")
     before=$word
   done
+  if [[ $from -ef $CHECKPOINT_PATH ]]; then
+    flags=("$@")
+  else
+    echo "$CHECKPOINT_PATH holds a run; resuming it without --finetune and --load"
+  fi
 }
 
 # pretrain_gpt PRECISION FLAGS...: PRECISION (--bf16 or --fp16) applies unless FLAGS has one; no flag undoes either.

@@ -10,6 +10,7 @@ replaced last. A crash at any point leaves the earlier checkpoints and the track
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import itertools
@@ -176,24 +177,22 @@ def iterations(root: Path) -> list[int]:
 
 
 def lock(root: Path) -> TextIO:
-    """Lock a folder for this run until the returned file is closed. Some network file systems have no locks.
+    """Lock a folder for this run until the returned file is closed; on a file system without locks, log a note.
 
     Raises:
         InputError: another run holds the lock, or the lock's file cannot be written.
     """
     try:
         file = (root / ".lock").open("a+")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            owner = f"another run ({file.read(100).strip()})"
-            raise InputError(f"--save: {root} is being written to by {owner}; choose another") from None
-        except OSError as error:
-            logging.getLogger("megatron").info(f"{root} has no locks ({error.strerror}); start one run there")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()}\n")
-        file.flush()
+        print(f"process {os.getpid()} on {platform.node()}", file=file, flush=True)
+    except BlockingIOError:
+        file.seek(0)
+        owner = f"another run ({file.read(100).strip()})"
+        raise InputError(f"--save: {root} is being written to by {owner}; choose another") from None
     except OSError as error:
-        raise InputError(f"--save: {root / '.lock'} cannot be written ({error.strerror})") from None
+        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+            raise InputError(f"--save: {root / '.lock'} cannot be written ({error.strerror})") from None
+        logging.getLogger("megatron").info(f"{root} has no locks ({error.strerror}); save one run there only")
     return file

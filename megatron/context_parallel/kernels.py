@@ -146,7 +146,12 @@ def _takes_flash(q_bnsd: Tensor, v_bgtw: Tensor, mask_bnst: Tensor | None) -> bo
     d, w = q_bnsd.shape[-1], v_bgtw.shape[-1]
     if mask_bnst is not None or q_bnsd.dtype not in (torch.float16, torch.bfloat16):
         return False
-    return w <= d <= 256 and d % 8 == w % 8 == 0 and torch.cuda.get_device_capability(q_bnsd.device) >= (8, 0)
+    if not (w <= d <= 256 and d % 8 == w % 8 == 0):
+        return False
+    capability = torch.cuda.get_device_capability(q_bnsd.device)
+    # Backward of these widths needs more shared memory than these GPUs have.
+    has_no_backward = 192 < d <= 224 and ((8, 6) <= capability <= (8, 9) or capability >= (12, 0))
+    return capability >= (8, 0) and not has_no_backward
 
 
 def _takes_cpu_flash(q_bnsd: Tensor, v_bgtw: Tensor) -> bool:

@@ -63,9 +63,7 @@ from megatron.tool import write_output_file
 CPU = torch.device("cpu")
 SECONDS, PROGRESS = 160.0, 20.0  # of a calibration; between lines of its progress
 REPEATED = 0.05  # seconds for which a measurement is repeated in a cycle, at least once
-COMMUNICATED = (
-    3  # times that a collective is measured in a cycle: a difference of two times varies more than they do
-)
+COMMUNICATED = 3  # measurements of a collective in a cycle: differences of times, which vary more than these
 BLOCK = 4  # collectives in a row, with a forward pass before each
 MAX_SPREAD = 1.3  # ratio of the slowest to the fastest quarter of the cycles above which a note is printed
 MESSAGES = (1 << 18, 1 << 23)  # bytes of the communication

@@ -86,7 +86,7 @@ def model_notes(model: ModelConfig) -> list[str]:
         ),
         (
             model.moe_shared_expert_overlap,
-            "--moe-shared-expert-overlap: the shared expert counts beside no communication, so the run may be faster",
+            "--moe-shared-expert-overlap: predicted without the overlap, so the run may be faster",
         ),
     )
     return [words for given, words in left_out if given]

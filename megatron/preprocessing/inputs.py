@@ -124,7 +124,7 @@ def _check_matches(pattern: str, matches: Sequence[str], files: Sequence[str]) -
     if folders:
         print(
             f"note: --input: {pattern}: matching folders are not read: {folders[0]} ({len(folders):,} in all); "
-            "name them to read the files in them",
+            "name a folder itself to read its files",
             file=sys.stderr,
         )
 

@@ -143,7 +143,7 @@ class Trainer:
             self.saver.save(self.state_dict())
 
     def mark_evaluated(self) -> None:
-        """Record in the last checkpoint, if this run has saved or loaded it there, that the last evaluation is done."""
+        """Record in the newest checkpoint of --save, if it is this run's, that the final evaluation is done."""
         save, iteration = self.config.checkpoint.save, self.state.iteration
         if save is not None and self.mesh.is_first and self.saver.iteration == iteration:
             mark_evaluated(Path(save), iteration)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from megatron.errors import InputError
 from megatron.variants.blend_flags import parse_blend
 from megatron.variants.blend_rounding import BlendRounding
 
+logger = logging.getLogger("megatron")
+
 # By --data-order. `megatron.plugins` adds to it.
 ROUNDINGS = {"v2.5": BlendRounding()}
 
@@ -31,6 +34,10 @@ def open_blend(builder: DatasetBuilder, words: Sequence[str], flag: str) -> Blen
     if len(words) == 1:
         return None
     prefixes, weights = parse_blend(words, flag)
+    for prefix in sorted({prefix for prefix in prefixes if prefixes.count(prefix) > 1}):
+        logger.info(
+            f"note: {flag} names {prefix} more than once, which repeats its samples; add up its weights"
+        )
     files = [TokenFile(builder, IndexedDataset(prefix)) for prefix in prefixes]
     # Megatron-LM ignores the weight of a single prefix, except in --data-path.
     return Blend(builder, files, weights if len(files) > 1 or flag == "--data-path" else None)

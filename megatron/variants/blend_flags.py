@@ -5,7 +5,6 @@ It imports no torch, so that the command line can use it.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import itertools
 import math
@@ -85,8 +84,7 @@ def parse_blend(values: Sequence[str], flag: str) -> tuple[list[str], list[float
         flag: name of the flag, for messages.
 
     Raises:
-        InputError: no values, an unpaired weight or prefix, a prefix given twice, or a weight that is not a positive
-            number.
+        InputError: no values, an unpaired weight or prefix, or a weight that is not a positive number.
     """
     if not values:
         raise InputError(f"{flag} is empty; give a prefix, or 'weight prefix weight prefix ...'")
@@ -94,7 +92,7 @@ def parse_blend(values: Sequence[str], flag: str) -> tuple[list[str], list[float
         raise InputError(f"{flag}: {len(values)} values; a blend has at most {MAX_DATASETS} datasets")
     numbers = [_number(value) for value in values[::2]]
     if len(values) == 1 or all(number is None for number in numbers):
-        return _distinct(values, flag), None
+        return list(values), None
     if len(values) % 2:
         raise InputError(
             f"{flag}: {len(values)} values; weights and prefixes come in pairs, 'weight prefix weight prefix ...'"
@@ -106,17 +104,7 @@ def parse_blend(values: Sequence[str], flag: str) -> tuple[list[str], list[float
         if not 0 < weight < math.inf:
             raise InputError(f"{flag}: the weight of {prefix} is {value}; it must be positive and finite")
         weights.append(weight)
-    return _distinct(values[1::2], flag), weights
-
-
-def _distinct(prefixes: Sequence[str], flag: str) -> list[str]:
-    """Check that no prefix is given twice: each of its two datasets would have the same samples in the same order."""
-    for prefix, count in collections.Counter(prefixes).items():
-        if count > 1:
-            raise InputError(
-                f"{flag}: {prefix} is given twice in a blend; give it once, and add up its weights"
-            )
-    return list(prefixes)
+    return list(values[1::2]), weights
 
 
 def _number(text: str) -> float | None:
@@ -147,6 +135,9 @@ def check_phases(config: DataConfig) -> None:
         for phase in phases:
             place = f"{flag}: the phase from={phase.start}" if phase.start else f"{flag}: the first phase"
             prefixes, weights = parse_blend(phase.words, place)
+            twice = [prefix for prefix in prefixes if prefixes.count(prefix) > 1]
+            if twice:
+                raise InputError(f"{flag}: {twice[0]} is given twice in a phase; add up its weights")
             if config.data_order == "head" and weights is None and len(prefixes) > 1:
                 raise InputError(
                     f"{flag}: --data-order head reads {' '.join(prefixes)} once without weights; a phase needs weights"

@@ -84,8 +84,8 @@ def test_folders_that_a_pattern_matches_are_noted(tmp_path: Path, capsys: pytest
         (tmp_path / name).write_bytes(b"x")
     assert addresses(f"{tmp_path}/*") == [f"{tmp_path}/a.jsonl"]
     assert capsys.readouterr().err == (
-        f"note: --input: {tmp_path}/*: matching folders are not read: {tmp_path}/sub (1 in all); name them to read "
-        "the files in them\n"
+        f"note: --input: {tmp_path}/*: matching folders are not read: {tmp_path}/sub (1 in all); name a folder itself "
+        "to read its files\n"
     )
     assert addresses(f"{tmp_path}/**") == [f"{tmp_path}/a.jsonl", f"{tmp_path}/sub/b.jsonl"]
     assert capsys.readouterr().err == ""

@@ -214,6 +214,9 @@ def test_a_second_stage_starts_and_resumes_with_one_command(checkout: Checkout, 
     elsewhere, _ = training(*given, "--save", "other")
     assert (elsewhere.load, elsewhere.save, elsewhere.finetune) == ("first", "other", True)
     assert training("--load", "first")[0].load == "first"
+    for load in (["--load", "run"], ["--load=run/"]):
+        same, _ = training("--finetune", *load)
+        assert same.finetune and same.load is not None and same.load.rstrip("/") == same.save == "run"
 
 
 def test_flags_and_variables_override_the_script(checkout: Checkout) -> None:

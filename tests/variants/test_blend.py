@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import InputError
-from megatron.variants.blend import blend_order, load_or_build_order
+from megatron.variants.blend import blend_order, load_or_build_order, open_blend
 from megatron.variants.blend_flags import parse_blend
 
 
@@ -103,13 +106,22 @@ def test_parse(values: list[str], expected: tuple) -> None:
         (["-1", "a", "1", "b"], "the weight of a is -1; it must be"),
         (["nan", "a", "1", "b"], "the weight of a is nan"),
         (["inf", "a", "1", "b"], "the weight of a is inf"),
-        (
-            ["0.5", "a", "1", "b", "0.5", "a"],
-            "--data-path: a is given twice in a blend; give it once, and add up",
-        ),
-        (["a", "b", "b"], "--data-path: b is given twice in a blend"),
     ],
 )
 def test_invalid_blends(values: list[str], message: str) -> None:
     with pytest.raises(InputError, match=message):
         parse_blend(values, "--data-path")
+
+
+def test_a_prefix_that_is_given_twice_is_noted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    a, b = (str(tmp_path / name) for name in "ab")
+    for prefix in (a, b):
+        with IndexedDatasetWriter(prefix, np.uint16) as writer:
+            writer.add_document([np.arange(10, dtype=np.uint16)])
+    builder: Any = None  # reads nothing yet
+    with caplog.at_level(logging.INFO, logger="megatron"):
+        assert open_blend(builder, ["1", a, "1", b], "--data-path") is not None
+        assert caplog.messages == []
+        open_blend(builder, ["1", a, "2", b, "3", a], "--data-path")
+    (note,) = caplog.messages
+    assert note.startswith(f"note: --data-path names {a} more than once, which repeats its samples")

@@ -95,7 +95,7 @@ def test_parse() -> None:
             {"valid_data_path": "a from=8 b"},
             "--valid-data-path: from=8 begins a phase of the training data; give one",
         ),
-        ({"data_path": "a from=8 1 b 1 b"}, "the phase from=8: b is given twice in a blend; give it once"),
+        ({"data_path": "a from=8 1 b 1 b"}, "b is given twice in a phase; add up its weights"),
         ({"data_path": "a from=8 1 b 0 c"}, "--data-path: the phase from=8: the weight of c is 0"),
         (
             {"data_path": "1 a 2 from=8 b"},
