@@ -117,8 +117,9 @@ def one_process(model: str) -> dict[str, Any]:
     return train_engine(engine_of(mesh, config_of(MODELS[model])), mesh, batches, SAMPLES)
 
 
-@pytest.mark.parametrize("communication", ["p2p", pytest.param("all_gather", marks=pytest.mark.slow), "a2a"])
-@pytest.mark.parametrize("backend", ["plain", pytest.param("layers", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("communication", ["p2p", "all_gather", "a2a"])
+@pytest.mark.parametrize("backend", ["plain", "layers"])
 def test_operations_without_dropout_by_position(communication: str, backend: str) -> None:
     """They have it under context parallelism, where attention drops what it does on a CPU by default."""
     flags = f"{C2} --cp-comm-type {communication} --ops-backend {backend}"

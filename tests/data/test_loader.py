@@ -314,7 +314,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("end", ["killed", "by an error"])
+@pytest.mark.parametrize("end", [pytest.param("killed", marks=pytest.mark.slow), "by an error"])
 def test_workers_ignore_signals_and_end_with_training(tmp_path: Path, end: str) -> None:
     """Also, they need not import what the fork server has imported."""
     script = tmp_path / "script.py"

@@ -142,6 +142,7 @@ def test_layouts_agree(files: list[str]) -> None:
             assert found == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_layouts_agree_with_multi_token_prediction(files: list[str]) -> None:
     """Context parallelism prepares batches for MTP, and the last stage has the tied table in its block."""
     model = "--mtp-num-layers 1 --position-embedding-type rope"

@@ -288,7 +288,9 @@ def plain_loss(x_sbh: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, voca
 
 
 @RUNS
-@pytest.mark.parametrize(("known", "vocab_size"), [(False, 96), (False, 90), (True, 90)])
+@pytest.mark.parametrize(
+    ("known", "vocab_size"), [(False, 96), pytest.param(False, 90, marks=pytest.mark.slow), (True, 90)]
+)
 def test_linear_cross_entropy(run: Callable, dtype: torch.dtype, known: bool, vocab_size: int) -> None:
     """Its forward computes the same gradients, if it knows those of the losses."""
     chunk_bytes = 6 * 96 * dtype.itemsize  # six rows, which do not divide 35

@@ -351,6 +351,7 @@ def test_stages_of_equal_work_with_a_large_vocabulary():
     assert sum(parameters) == sum(stage_parameters(gpt, plain, stage) for stage in range(4))
 
 
+@pytest.mark.slow
 def test_a_cluster_that_no_layout_divides_is_told_what_would_fit():
     """The model fits fewer devices than there are, but no layout of it divides their number."""
     machine = cluster_from_data_sheet(data_sheet("h100-80gb", where=""), 8 * 257)

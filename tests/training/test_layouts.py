@@ -405,7 +405,7 @@ FEW_CONTEXT_LAYOUTS = {
 }
 # BERT: test_finetune.py runs T2P2+SP. "dropout" is GPT-2's shape with masks.
 FAST = {
-    "gpt2": "P2 zb-v|P2V2|everything|D2+ZeRO2 overlapped|D2+ZeRO3 overlapped, recomputed",
+    "gpt2": "P2 zb-v|everything|D2+ZeRO2 overlapped|D2+ZeRO3 overlapped, recomputed",
     "dropout": "D2+ZeRO|C2|recomputed|selectively recomputed",
     "mixture": "T2E2+SP|P2E2 a dense stage",
 }

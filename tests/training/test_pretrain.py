@@ -221,7 +221,7 @@ def test_generate_text_from_a_run(command, pretrain, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("replicas", "number"),
     [
-        (1, signal.SIGINT),
+        pytest.param(1, signal.SIGINT, marks=pytest.mark.slow),
         pytest.param(1, signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param(2, signal.SIGINT, marks=pytest.mark.slow),
         (2, signal.SIGTERM),
