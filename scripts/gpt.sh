@@ -59,7 +59,7 @@ llama3_8b_settings=(
 # resume_flags FLAGS...: set `flags` to FLAGS, without --finetune and its --load once CHECKPOINT_PATH holds a checkpoint.
 # If they load from that folder, they stay, and the program refuses to start another run there.
 resume_flags() {
-  local word before= from=
+  local word before="" from=""
   flags=("$@")
   [[ -s $CHECKPOINT_PATH/latest_checkpointed_iteration.txt ]] || return 0
   has_flag --finetune "$@" && ! has_flag --save "$@" || return 0
