@@ -146,6 +146,7 @@ def test_sleeping_rank_ends_the_run_and_is_named() -> None:
             rank.kill()
 
 
+@pytest.mark.slow
 def test_different_layouts_are_reported() -> None:
     """The layouts are compared before process groups are created, which would not match."""
     ranks = start([[], ["--tensor-model-parallel-size", "2"]])
