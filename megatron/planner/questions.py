@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable, Iterator
 
 from megatron.errors import InputError
-from megatron.parallel.recompute import NO_RECOMPUTE
 from megatron.planner.bounds import Bounds, KernelsOfLayouts
 from megatron.planner.cluster import Cluster, Link, Measured
 from megatron.planner.layout import Job, Layout
@@ -184,8 +183,6 @@ def _least_seconds(job: Job, cluster: Cluster) -> float:
         padded_vocab_size=job.vocab_size,
         num_logits=job.seq_length,
         causal=True,
-        recompute=NO_RECOMPUTE,
-        chunks=[range(job.model.num_layers)],
     )
     peak = cluster.device.fp8 if job.fp8_format else None
     return job.global_batch_size * flops / (peak or cluster.device.peak)

@@ -28,8 +28,8 @@ def exact_flops_per_sample(
     padded_vocab_size: int,
     num_logits: int,
     causal: bool,
-    recompute: Recompute,
-    chunks: Iterable[Sequence[int]],
+    recompute: Recompute | None = None,
+    chunks: Iterable[Sequence[int]] = (),
 ) -> float:
     """Hardware FLOPs of forward and backward for one sequence: half of causal attention, and recomputation.
 
@@ -38,7 +38,8 @@ def exact_flops_per_sample(
 
     Args:
         causal: a position attends to no later one.
-        chunks: layers of each chunk of the whole model.
+        recompute: None for no recomputation.
+        chunks: layers of each chunk of the whole model, whose layers `recompute` groups.
     """
     expert_layers = config.all_expert_layers
     attention = [
@@ -48,7 +49,9 @@ def exact_flops_per_sample(
     layers = [sum(parts) for parts in zip(attention, linear, strict=True)]
     forward = sum(layers) + joining_flops(config, seq_length)
     forward += vocabulary_flops(config, padded_vocab_size, num_logits)
-    if recompute.granularity == "selective":
+    if recompute is None:
+        recomputed = 0.0
+    elif recompute.granularity == "selective":
         recomputed = sum(attention)
     else:
         alone = [[config.num_layers + i] for i in range(config.mtp_num_layers)]

@@ -20,10 +20,11 @@ from megatron.parallel.schedules import (
     Forward,
     one_and_two,
     part_of,
-    simulate,
 )
 
 Duration = Callable[[int, Compute], float]
+# Times of arrival and microbatches.
+Queue = deque[tuple[float, int]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,20 +47,21 @@ class Policy:
 
 def list_schedule(
     policies: Sequence[Policy], chunks: int, microbatches: int, duration: Duration
-) -> list[list[Compute]]:
+) -> tuple[float, list[list[Compute]]]:
     """Run a pipeline against a clock: a stage that becomes free takes a pass by its policy. Two chunks are V-shaped.
+    Returns the time from the first start to the last end, and the passes of each stage.
 
     Microbatches enter in order. A stage keeps room for one activation of each later chunk, so that the oldest
     microbatch always goes on: there is no deadlock.
     """
     ranks = [Rank(rank, chunks, policy, duration) for rank, policy in enumerate(policies)]
-    return run_ranks(ranks, microbatches, v_shaped=chunks > 1)
+    schedule = run_ranks(ranks, microbatches, v_shaped=chunks > 1)
+    return max(rank.free for rank in ranks), schedule
 
 
 def run_ranks(ranks: Sequence[Rank], microbatches: int, v_shaped: bool) -> list[list[Compute]]:
     """Run a pipeline against a clock, in which each rank chooses its passes. Returns the passes of each rank."""
-    stages = len(ranks)
-    last = stages * ranks[0].chunks - 1
+    following = _following(ranks, v_shaped)
     ranks[0].arrive(0.0, Forward, 0, microbatches)
     events = [(0.0, 0)]
     while events:
@@ -67,22 +69,28 @@ def run_ranks(ranks: Sequence[Rank], microbatches: int, v_shaped: bool) -> list[
         action, then = ranks[rank].choose(now)
         if then is not None:
             heapq.heappush(events, (then, rank))
-        if action is None or isinstance(action, BackwardWeight):
-            continue
-        kind: type[Compute] = type(action)
-        part = part_of(rank, action.chunk, stages, v_shaped)
-        if part == last and kind is Forward:
-            kind = BackwardInput
-        else:
-            part += 1 if kind is Forward else -1
-        if part < 0:
+        if action is None or (rank, type(action), action.chunk) not in following:
             continue
         assert then is not None
-        chunk = part // stages
-        peer = part_of(part % stages, chunk, stages, v_shaped) - chunk * stages
-        ranks[peer].waiting[kind, chunk].append((then, action.microbatch))
-        heapq.heappush(events, (max(then, ranks[peer].free), peer))
+        peer, queue = following[rank, type(action), action.chunk]
+        queue.append((then, action.microbatch))
+        if then > peer.free:  # otherwise it is asked when its pass ends
+            heapq.heappush(events, (then, peer.rank))
     return [rank.actions for rank in ranks]
+
+
+def _following(
+    ranks: Sequence[Rank], v_shaped: bool
+) -> dict[tuple[int, type[Compute], int], tuple[Rank, Queue]]:
+    """The rank that takes the result of a pass, by its rank, kind and chunk, and the queue where it waits there."""
+    stages, chunks = len(ranks), ranks[0].chunks
+    places = sorted((part_of(r, c, stages, v_shaped), r, c) for r in range(stages) for c in range(chunks))
+    forward: list[tuple[int, type[Compute], int]] = [(r, Forward, c) for _, r, c in places]
+    backward: list[tuple[int, type[Compute], int]] = [(r, BackwardInput, c) for _, r, c in reversed(places)]
+    return {
+        one: (ranks[rank], ranks[rank].waiting[kind, chunk])
+        for one, (rank, kind, chunk) in itertools.pairwise([*forward, *backward])
+    }
 
 
 class Rank:
@@ -100,7 +108,7 @@ class Rank:
         self.free, self.held = 0.0, 0
         self.actions: list[Compute] = []
         self.weights: deque[BackwardWeight] = deque()
-        self.waiting: dict[tuple[type, int], deque[tuple[float, int]]] = {
+        self.waiting: dict[tuple[type, int], Queue] = {
             (kind, chunk): deque() for kind in (Forward, BackwardInput) for chunk in range(chunks)
         }
         backward: list[tuple[type[Compute], int]] = [(BackwardInput, c) for c in range(chunks)]
@@ -135,9 +143,10 @@ class Rank:
         return None, next_arrival
 
     def start(self, now: float, action: Compute) -> tuple[Compute, float]:
-        if isinstance(action, Forward):
+        kind = type(action)
+        if kind is Forward:
             self.held += 1
-        elif isinstance(action, BackwardInput):
+        elif kind is BackwardInput:
             self.weights.append(BackwardWeight(action.microbatch, action.chunk))
         else:
             self.held -= 1
@@ -187,7 +196,7 @@ def zb_v(stages: int, chunks: int, microbatches: int) -> list[list[Compute]]:
         list_schedule([policy] * stages, chunks, microbatches, one_and_two)
         for policy in policies(chunks, 2 * stages)
     ]
-    return min(lists, key=lambda schedule: _makespan(schedule, stages, one_and_two, v_shaped=True))
+    return min(lists, key=lambda one: one[0])[1]
 
 
 def dualpipe_v(stages: int, chunks: int, microbatches: int) -> list[list[Compute]]:
@@ -249,10 +258,3 @@ def policies(chunks: int, limit: int) -> Iterator[Policy]:
         (False, True), (False, True)[:chunks], (0.0, 0.5, 1.0)
     ):
         yield Policy(limit=limit, backward_first=backward_first, early_chunks=early_chunks, patience=patience)
-
-
-def _makespan(
-    schedule: Sequence[Sequence[Compute]], stages: int, duration: Duration, *, v_shaped: bool
-) -> float:
-    """Time from the first start to the last end."""
-    return max(row[-1][2] for row in simulate(schedule, stages, duration, v_shaped=v_shaped))
