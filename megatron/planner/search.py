@@ -106,12 +106,15 @@ def plan_within(bounds: Bounds, seconds: float) -> Plan | None:
         return _fastest(bounds, among, 1, lambda count: None, host=host, limit=just_above)
 
     job, cluster = bounds.job, bounds.cluster
-    among, just_above = list(shapes(job, cluster)), math.nextafter(seconds, math.inf)
+    # Bounds sum in another order than steps, so that they may exceed them by rounding.
+    among, just_above = list(shapes(job, cluster)), seconds * (1 + 1e-9)
     result = find(host=False)
-    if result.plans or not result.too_large or not find(host=True).plans:
-        return result.plans[0] if result.plans else None
-    # A search offloads only if no layout fits without it, however slow.
-    plan = search(job, cluster, num_plans=1, progress=lambda count: None).plans[0]
+    if not result.plans:
+        if not result.too_large or not find(host=True).plans:
+            return None
+        # A search offloads only if no layout fits without it, however slow.
+        result = search(job, cluster, num_plans=1, progress=lambda count: None)
+    plan = result.plans[0]
     return plan if plan.step.seconds <= seconds else None
 
 
