@@ -8,17 +8,9 @@ import itertools
 import shlex
 
 from megatron.model.config import ModelConfig
-from megatron.parallel.schedules import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Compute,
-    Forward,
-    Schedule,
-    part_of,
-)
+from megatron.parallel.schedules import Compute, Schedule, part_of
 from megatron.planner.job import Job
-from megatron.variants.auto_schedule import best_schedule, part_flops
+from megatron.variants.auto_schedule import best_schedule, duration_of, part_flops
 from megatron.variants.auto_stages import layout_text, stage_sizes
 
 # Dense layers and those with experts of each chunk, by stage.
@@ -147,16 +139,8 @@ def _automatic(
         for part, (begin, end) in enumerate(itertools.pairwise(ends))
     ]
 
-    times: dict[tuple[int, type[Compute], int], float] = {}
-    for rank, chunk in itertools.product(range(parts.stages), range(parts.chunks)):
-        forward, of_input, of_weights = costs[parts.of(rank, chunk)]
-        times[rank, Forward, chunk] = forward
-        times[rank, Backward, chunk] = of_input + of_weights
-        times[rank, BackwardInput, chunk] = of_input
-        times[rank, BackwardWeight, chunk] = of_weights
-
-    def duration(rank: int, action: Compute) -> float:
-        return times[rank, type(action), action.chunk]
+    places = itertools.product(range(parts.stages), range(parts.chunks))
+    duration = duration_of({place: costs[parts.of(*place)] for place in places})
 
     @functools.cache
     def schedule(stages: int, chunks: int, microbatches: int) -> list[list[Compute]]:

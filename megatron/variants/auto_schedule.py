@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from megatron.errors import InputError
 from megatron.flags import flag
@@ -89,7 +89,7 @@ def best_schedule(
 
     def by_policies(chosen: Sequence[Policy]) -> tuple[float, list[list[Compute]]]:
         time, schedule = list_schedule(chosen, chunks, microbatches, duration)
-        return seconds(schedule) if transfer_time else time, schedule
+        return seconds(schedule) if transfer_time else time, schedule  # the clock leaves transfers out
 
     named = [
         (seconds(schedule), schedule)
@@ -195,10 +195,20 @@ def counted_times(config: RunConfig, padded_vocab_size: int) -> Duration:
         for number, chunk in enumerate(chunks)
     }
 
+    return duration_of(costs)
+
+
+def duration_of(costs: Mapping[tuple[int, int], tuple[float, float, float]]) -> Duration:
+    """Times of passes from those of forward, gradients of inputs and gradients of weights, by rank and chunk."""
+    times: dict[tuple[int, type[Compute], int], float] = {}
+    for (rank, chunk), (forward, of_input, of_weights) in costs.items():
+        times[rank, Forward, chunk] = forward
+        times[rank, Backward, chunk] = of_input + of_weights
+        times[rank, BackwardInput, chunk] = of_input
+        times[rank, BackwardWeight, chunk] = of_weights
+
     def duration(rank: int, action: Compute) -> float:
-        forward, of_input, of_weights = costs[rank, action.chunk]
-        times = {Forward: forward, BackwardInput: of_input, BackwardWeight: of_weights}
-        return of_input + of_weights if isinstance(action, Backward) else times[type(action)]
+        return times[rank, type(action), action.chunk]
 
     return duration
 

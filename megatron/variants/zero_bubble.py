@@ -49,10 +49,10 @@ def list_schedule(
     policies: Sequence[Policy], chunks: int, microbatches: int, duration: Duration
 ) -> tuple[float, list[list[Compute]]]:
     """Run a pipeline against a clock: a stage that becomes free takes a pass by its policy. Two chunks are V-shaped.
-    Returns the time from the first start to the last end, and the passes of each stage.
 
     Microbatches enter in order. A stage keeps room for one activation of each later chunk, so that the oldest
-    microbatch always goes on: there is no deadlock.
+    microbatch always goes on: there is no deadlock. Returns the time from the first start to the last end, and the
+    passes of each stage.
     """
     ranks = [Rank(rank, chunks, policy, duration) for rank, policy in enumerate(policies)]
     schedule = run_ranks(ranks, microbatches, v_shaped=chunks > 1)
@@ -74,7 +74,7 @@ def run_ranks(ranks: Sequence[Rank], microbatches: int, v_shaped: bool) -> list[
         assert then is not None
         peer, queue = following[rank, type(action), action.chunk]
         queue.append((then, action.microbatch))
-        if then > peer.free:  # otherwise it is asked when its pass ends
+        if then >= peer.free:  # otherwise it is asked when its pass ends
             heapq.heappush(events, (then, peer.rank))
     return [rank.actions for rank in ranks]
 

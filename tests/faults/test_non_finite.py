@@ -145,6 +145,7 @@ CASES = {
 
 @pytest.mark.parametrize(
     ("case", "backward"),
+    # By default one case has the NaN in backward, and the others in forward.
     [
         pytest.param(case, back, marks=() if back == (case == "T2 row") else pytest.mark.slow)
         for case in CASES
